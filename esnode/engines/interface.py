@@ -1,0 +1,96 @@
+"""What a node asks of an engine. Lives here: the types every engine shares. May import numpy and protocol only.
+
+An engine receives token ids and stop ids, never text: rendering and tokenising happen once, in `esnode.prompts`.
+Called by `worker.py`, `daemon.py`, `evaluate.py` and `rebuild.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from protocol.ledger import Entry
+from protocol.plan import Lock
+
+
+class Cancelled(Exception):
+    """Raised by an engine when `stop()` turned true between two decode steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are drawn. temperature 0 is greedy."""
+
+    max_new_tokens: int
+    stop_ids: tuple[int, ...]
+    temperature: float = 0.0
+    top_p: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes an engine will allocate, told before it does."""
+
+    master: int
+    live: int
+    other: int
+    available: int
+
+    @property
+    def total(self) -> int:
+        return self.master + self.live + self.other
+
+
+StopCheck = Callable[[], bool]
+
+
+def never() -> bool:
+    """The stop check of work that nobody cancels."""
+    return False
+
+
+class Engine(Protocol):
+    """One replica and the machinery to run it. Not thread-safe: one caller at a time."""
+
+    @property
+    def fingerprint(self) -> bytes:
+        """8 bytes over everything that may change an answer: engine, versions, dtype, device kind, batching."""
+
+    @property
+    def backend(self) -> str:
+        """Name of the kernel implementation in use."""
+
+    def perturb(self, seed: int, sigma: float, sign: int) -> None:
+        """Live weights become master + sign * sigma * eps(seed)."""
+
+    def restore(self) -> None:
+        """Live weights become the rounded master."""
+
+    def apply(self, entries: Sequence[Entry]) -> list[int]:
+        """Fold ledger entries into the master in one pass; D after each. Entries other than commits change nothing."""
+
+    def digest(self) -> int:
+        """D of the master."""
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        streams: Sequence[int],
+        stop: StopCheck = never,
+    ) -> list[list[int]]:
+        """New token ids per prompt, stop id excluded. `streams[k]` (u64) keys row k's random stream when sampling."""
+
+    def loglik(
+        self, prompts: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], stop: StopCheck = never
+    ) -> list[float]:
+        """Sum of log p(target tokens | prompt) per row, teacher-forced, in nats."""
+
+    def read(self, name: str) -> np.ndarray:
+        """float32 copy of one stored tensor's master (or frozen value), full shape, for export."""
+
+
+LoadEngine = Callable[[Lock, str], Engine]

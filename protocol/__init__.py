@@ -1,0 +1,1 @@
+"""What coordinator and nodes must agree on: numerics, messages, plan and ledger. Imports nothing of ours."""

@@ -1,0 +1,240 @@
+"""Every message that crosses the wire, and the one table that says who may send it and how large it may be.
+
+Pure. A message is a frozen msgspec struct encoded as a msgpack array `[tag, field, ...]`; fields are only ever
+appended, together with a new wire version. `wire.py` turns bytes into these and back; nothing else parses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TypeAlias
+
+import msgspec
+
+WIRE_VERSION = 1
+
+
+class Kind(IntEnum):
+    """What a unit evaluates: a member of the population, or the unperturbed master on held-out prompts."""
+
+    MEMBER = 0
+    PROBE = 1
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Base of all messages. Encoded without field names."""
+
+
+class Unit(Message):
+    """The atom of assignment: chunks `first..last` (inclusive) of one member of one round.
+
+    For `Kind.PROBE` the member is 0 and the chunks are those of the held-out prompts.
+    """
+
+    round: int
+    kind: int
+    member: int
+    first: int
+    last: int
+
+
+class Hello(Message):
+    """node -> coordinator: who I am (the key comes from ZAP, never from here), what I run, where I stand."""
+
+    wire_min: int
+    wire_max: int
+    law: int
+    run: bytes  # 32-byte run id, or b"" when the node does not know it yet
+    name: str  # a label, nothing is decided by it
+    backend: str  # kernel implementation, e.g. "cpu"
+    device: str
+    selftest: bytes  # 8-byte digest of the golden self-test's outputs
+    fingerprint: bytes  # 8 bytes; equal fingerprints are expected to give equal answers
+    height: int  # entries applied or held (ledger length)
+    tip: bytes  # hash of the last of them, b"" for none
+    digest: int  # D of the state this node's master is in
+    term: int  # highest term ever answered
+    units: tuple[Unit, ...]  # still running here
+
+
+class Welcome(Message):
+    """coordinator -> node: the agreed wire version, the lock, and the tip of the chain."""
+
+    wire: int
+    run: bytes
+    lock: bytes
+    term: int
+    height: int
+    tip: bytes
+
+
+class Refuse(Message):
+    """coordinator -> node: not admitted; the reason is shown to the node's user."""
+
+    reason: str
+
+
+class Rehello(Message):
+    """coordinator -> node: I do not know this connection; say Hello first."""
+
+
+class Fetch(Message):
+    """Ask for ledger entries `first .. first+count-1`."""
+
+    first: int
+    count: int
+
+
+class Entries(Message):
+    """Ledger entries as stored, from height `first`. Signatures make the source irrelevant."""
+
+    first: int
+    entries: tuple[bytes, ...]
+
+
+class Assign(Message):
+    """coordinator -> node: evaluate this unit on the state `parent`; the lease is in seconds."""
+
+    unit: Unit
+    parent: bytes  # first 8 bytes of the tip hash the unit belongs to
+    lease: int
+
+
+class Result(Message):
+    """node -> coordinator: the unit's rewards, one float64 sum per chunk."""
+
+    unit: Unit
+    seed: int  # derived by both sides; sent to check that both hold the same rule. 0 for probes
+    sums: tuple[float, ...]
+    parent: bytes
+    digest: int  # D of the master the unit was measured on
+    correct: int  # answers counted correct by the task
+    floored: int  # answers given the task's floor because their scorer failed
+    tokens: int  # generated, or scored for likelihood tasks
+    times: tuple[int, int, int]  # milliseconds: perturb and restore, generate, score
+    evidence: bytes  # first 8 bytes of the hash over the per-prompt scores
+
+
+class Ack(Message):
+    """coordinator -> node: the result is safely journaled, or why it does not count."""
+
+    unit: Unit
+    verdict: str  # "ok", "late", "duplicate" or "refused: <reason>"
+
+
+class Failed(Message):
+    """node -> coordinator: this unit cannot be evaluated here; the reason in words."""
+
+    unit: Unit
+    reason: str
+
+
+class Release(Message):
+    """node -> coordinator: a clean leave; all units go back."""
+
+    reason: str
+
+
+class Cancel(Message):
+    """coordinator -> node: stop this unit, its result is no longer needed."""
+
+    unit: Unit
+
+
+class Commit(Message):
+    """coordinator -> all: one new ledger entry, of whatever kind, at this height."""
+
+    height: int
+    entry: bytes
+
+
+class Applied(Message):
+    """node -> coordinator: D of the master after the entries below `height`; milliseconds the last apply took."""
+
+    height: int
+    tip: bytes  # first 8 bytes of the hash of entry height-1
+    digest: int
+    ms: int
+
+
+class NodeBeat(Message):
+    """node -> coordinator, every 2 s unless something else was sent: where I stand and what I hold."""
+
+    height: int
+    tip: bytes  # first 8 bytes
+    units: tuple[tuple[Unit, int], ...]  # unit and progress in thousandths
+
+
+class CoordBeat(Message):
+    """coordinator -> node, answering a beat: the chain's tip and the units I believe you hold."""
+
+    term: int
+    height: int
+    tip: bytes
+    units: tuple[Unit, ...]
+
+
+class Bye(Message):
+    """coordinator -> node: the run ended, or you were superseded or revoked."""
+
+    reason: str
+
+
+AnyMessage: TypeAlias = (
+    Hello
+    | Welcome
+    | Refuse
+    | Rehello
+    | Fetch
+    | Entries
+    | Assign
+    | Result
+    | Ack
+    | Failed
+    | Release
+    | Cancel
+    | Commit
+    | Applied
+    | NodeBeat
+    | CoordBeat
+    | Bye
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One row of the schema table."""
+
+    tag: int
+    type: type[Message]
+    sender: str  # "node", "coordinator" or "any"
+    limit: int  # largest encoded size in bytes
+    answer: str  # what answers it, for the reader
+
+
+_KB = 1024
+_MB = 1024 * 1024
+
+SCHEMA: tuple[Rule, ...] = (
+    Rule(1, Hello, "node", 4 * _KB, "Welcome, Refuse"),
+    Rule(2, Welcome, "coordinator", 8 * _MB, ""),
+    Rule(3, Refuse, "coordinator", 2 * _KB, ""),
+    Rule(4, Rehello, "coordinator", 16, "Hello"),
+    Rule(5, Fetch, "any", 32, "Entries"),
+    Rule(6, Entries, "any", 8 * _MB, ""),
+    Rule(7, Assign, "coordinator", 96, "Result, Failed"),
+    Rule(8, Result, "node", 48 * _KB, "Ack"),
+    Rule(9, Ack, "coordinator", 512, ""),
+    Rule(10, Failed, "node", 2 * _KB, ""),
+    Rule(11, Release, "node", 2 * _KB, "Bye"),
+    Rule(12, Cancel, "coordinator", 64, ""),
+    Rule(13, Commit, "coordinator", 8 * _MB, "Applied"),
+    Rule(14, Applied, "node", 64, ""),
+    Rule(15, NodeBeat, "node", 4 * _KB, "CoordBeat"),
+    Rule(16, CoordBeat, "coordinator", 4 * _KB, ""),
+    Rule(17, Bye, "coordinator", 2 * _KB, ""),
+)
+
+RULE_BY_TAG = {rule.tag: rule for rule in SCHEMA}
+RULE_BY_TYPE = {rule.type: rule for rule in SCHEMA}
