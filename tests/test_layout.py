@@ -1,0 +1,110 @@
+"""The layout is law: who may import whom, what pure modules may touch, how long a file may grow."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("protocol", "coordinator", "esnode")
+MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+STDLIB_PURE = {
+    "__future__", "ast", "bisect", "collections", "collections.abc", "dataclasses", "difflib", "enum", "fnmatch",
+    "fractions", "functools", "hashlib", "heapq", "itertools", "json", "math", "operator", "re", "string", "struct",
+    "tomllib", "types", "typing",
+}  # fmt: skip
+# Pure modules and what each may import beyond the pure part of the standard library and `protocol`.
+PURE: dict[str, set[str]] = {
+    "protocol/errors.py": set(),
+    "protocol/plan.py": set(),
+    "protocol/lock.py": set(),
+    "protocol/template.py": set(),
+    "protocol/messages.py": {"msgspec"},
+    "protocol/wire.py": {"msgpack", "msgspec"},
+    "protocol/seeds.py": set(),
+    "protocol/shaping.py": set(),
+    "coordinator/events.py": {"coordinator"},
+    "coordinator/machine.py": {"coordinator"},
+    "coordinator/membership.py": {"coordinator"},
+    "coordinator/rounds.py": {"coordinator"},
+    "esnode/node.py": {"esnode.node"},
+}
+BANNED_NAMES = ("util", "manager", "common", "helper", "base", "misc")
+BANNED_CALLS = {"eval", "exec", "open", "input", "print", "hash", "id", "__import__"}
+
+
+def imports(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found.add(node.module or "")
+    return found
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name)
+def test_import_law(path: Path) -> None:
+    """protocol imports nothing of ours; coordinator and esnode never import each other."""
+    package = path.relative_to(ROOT).parts[0]
+    forbidden = {"protocol": {"coordinator", "esnode"}, "coordinator": {"esnode"}, "esnode": {"coordinator"}}[package]
+    roots = {module.split(".")[0] for module in imports(path)}
+    assert not roots & forbidden
+    assert "tests" not in roots
+
+
+@pytest.mark.parametrize("path", [ROOT / file for file in PURE], ids=name)
+def test_pure_modules_touch_nothing(path: Path) -> None:
+    """No clock, randomness, file, socket, thread or environment inside a pure module."""
+    if not path.exists():
+        pytest.skip(f"{name(path)} was merged into another module")
+    allowed = PURE[name(path)]
+    for module in imports(path):
+        root = module.split(".")[0]
+        assert module in STDLIB_PURE or root == "protocol" or root in allowed or module in allowed, module
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            assert node.func.id not in BANNED_CALLS, f"{name(path)}:{node.lineno} calls {node.func.id}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name)
+def test_files_stay_small_and_say_what_they_are(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= 400
+    assert ast.get_docstring(ast.parse(text)), "a module says what lives there"
+    assert not any(word in path.stem for word in BANNED_NAMES)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name)
+def test_functions_stay_short(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert (node.end_lineno or 0) - node.lineno < 70, f"{name(path)}:{node.lineno} {node.name}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name)
+def test_no_evaluation_and_no_pickle(path: Path) -> None:
+    """L8: nothing a model, a peer or a checkpoint says is ever executed."""
+    assert not imports(path) & {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            assert node.func.id != "eval", f"{name(path)}:{node.lineno}"
+
+
+def test_base_install_needs_no_torch() -> None:
+    """The coordinator's modules import nothing that the base install lacks."""
+    third_party = {"msgpack", "msgspec", "nacl", "zmq", "numpy", "click", "rich"}
+    for path in MODULES:
+        if path.relative_to(ROOT).parts[0] == "esnode":
+            continue
+        for module in imports(path):
+            root = module.split(".")[0]
+            assert root in sys.stdlib_module_names or root in PACKAGES or root in third_party, f"{name(path)}: {root}"
