@@ -1,0 +1,165 @@
+"""The `esnode` command: its table of subcommands, and how errors become exit codes.
+
+Subcommands are imported only when they are used, so that `esnode --help` answers at once and the base install (without
+torch) can run everything that needs no model. Called as the console script and as `python -m esnode.cli.main`.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import click
+
+import esnode
+from protocol.errors import UserError
+
+EXIT_BUG = 70
+EXIT_INTERRUPTED = 130
+NODE_EXTRA = frozenset(
+    "accelerate gguf llvmlite math_verify matplotlib numba plotext reasoning_gym safetensors tensorboardX tokenizers"
+    " torch transformers".split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """Where one subcommand lives and the line `--help` shows for it."""
+
+    module: str
+    attribute: str
+    section: str
+    summary: str
+
+
+VERBS: dict[str, Verb] = {
+    "run": Verb("esnode.cli.run", "run", "Train", "Train a model on this machine, from start to report."),
+    "status": Verb("esnode.cli.run", "status", "Train", "Show where a run stands."),
+    "plan": Verb("esnode.cli.plan", "plan", "Train", "Write, check and resolve plan files."),
+    "verify": Verb("esnode.cli.ledger", "verify", "Use a ledger", "Rebuild the weights, compare every digest."),
+    "show": Verb("esnode.cli.ledger", "show", "Use a ledger", "List the rounds of a ledger."),
+    "export": Verb("esnode.cli.ledger", "export", "Use a ledger", "Write any round as a Hugging Face folder."),
+    "evaluate": Verb("esnode.cli.evaluate", "evaluate", "Use a ledger", "Score a model or a ledger on a task."),
+    "fork": Verb("esnode.cli.ledger", "fork", "Use a ledger", "Start a new run from any round of another."),
+    "doctor": Verb("esnode.cli.doctor", "doctor", "This machine", "Check hardware, versions and kernels."),
+    "coordinator": Verb("esnode.cli.coordinator", "coordinator", "Several machines", "Serve a run to other machines."),
+    "node": Verb("esnode.cli.node", "node", "Several machines", "Join a run with this machine."),
+}
+
+
+class Verbs(click.Group):
+    """A group that knows its subcommands by name and imports one only when it is called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        verb = VERBS.get(cmd_name)
+        if verb is None:
+            return None
+        command = getattr(importlib.import_module(verb.module), verb.attribute)
+        assert isinstance(command, click.Command)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in VERBS and not args[0].startswith("-"):
+            raise click.UsageError(f"there is no command {args[0]!r}{_nearest(args[0])}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for section in dict.fromkeys(verb.section for verb in VERBS.values()):
+            rows = [(name, verb.summary) for name, verb in VERBS.items() if verb.section == section]
+            with formatter.section(section):
+                formatter.write_dl(rows, col_max=14)
+
+
+def _nearest(word: str) -> str:
+    import difflib
+
+    close = difflib.get_close_matches(word, VERBS, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+@click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(esnode.__version__, prog_name="esnode")
+def cli() -> None:
+    """Fine-tune a language model with evolution strategies: many slightly perturbed copies answer the same
+    prompts, and the weights move towards those that were rewarded. The processes exchange nothing but seeds and
+    rewards, and the ledger of a run (a few hundred kilobytes) rebuilds the trained model to the same bits.
+
+    \b
+    First commands:
+      esnode doctor                               is this machine ready?
+      esnode run                                  train the demo model here, a few minutes
+      esnode verify runs/NAME/run.ledger          rebuild it from the ledger, compare digests
+      esnode evaluate runs/NAME/run.ledger --task short-answers
+    \b
+    Your own model and task:
+      esnode plan new --task countdown --model Qwen/Qwen2.5-1.5B-Instruct > plan.toml
+      esnode run --plan plan.toml --nodes 2 --out runs/mine
+      esnode run --resume --out runs/mine         after Ctrl-C, a crash or a power cut
+      esnode export runs/mine/run.ledger --round 40 --to model-40
+
+    `esnode COMMAND --help` explains each command with an example.
+    """
+
+
+def explain(error: OSError) -> str | None:
+    """One sentence for what only the user can mend (disk, permissions), or None when it is something else."""
+    where = f" ({error.filename})" if error.filename else ""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"the disk is full{where}. Free some space and run the same command again; nothing kept was damaged."
+    if error.errno == errno.EROFS:
+        return f"the file system is read-only{where}. Choose another folder."
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return f"no permission to write or read{where}. Change its owner or mode, or choose another folder."
+    return None
+
+
+def fail(message: str, code: int = 1) -> NoReturn:
+    click.echo(f"esnode: {message}", err=True)
+    sys.exit(code)
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run one command and exit: 0 done, 1 refused or failed, 2 wrong usage, 70 a bug of ours, 130 Ctrl-C."""
+    try:
+        outcome = cli.main(args=arguments, prog_name="esnode", standalone_mode=False)
+        sys.exit(outcome if isinstance(outcome, int) else 0)
+    except UserError as error:
+        fail(str(error), error.exit_code)
+    except click.UsageError as error:
+        hint = f"\nTry: {error.ctx.command_path} --help" if error.ctx else ""
+        fail(error.format_message() + hint, error.exit_code)
+    except click.ClickException as error:
+        fail(error.format_message(), error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        fail("interrupted", EXIT_INTERRUPTED)
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of our output went away (| head): nothing to say, nobody to say it to
+        sys.exit(1)
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] in NODE_EXTRA:
+            fail(f"this command needs {error.name}, part of the node extra: pip install 'esnode[node]'")
+        traceback.print_exc()
+        sys.exit(EXIT_BUG)
+    except OSError as error:
+        sentence = explain(error)
+        if sentence:
+            fail(sentence)
+        traceback.print_exc()
+        sys.exit(EXIT_BUG)
+    except Exception:
+        traceback.print_exc()  # a bug of ours: the trace is what a report needs
+        sys.exit(EXIT_BUG)
+
+
+if __name__ == "__main__":
+    main()
