@@ -1,7 +1,8 @@
 """The `esnode` command: its table of subcommands, and how errors become exit codes.
 
-Subcommands are imported only when they are used, so that `esnode --help` answers at once and the base install (without
-torch) can run everything that needs no model. Called as the console script and as `python -m esnode.cli.main`.
+Subcommands are imported only when they are used, so that `esnode --help` answers at once and the base install
+(without torch) can run everything that needs no model. Called as the console script and as
+`python -m esnode.cli.main`.
 """
 
 from __future__ import annotations
@@ -22,9 +23,12 @@ from protocol.errors import UserError
 EXIT_BUG = 70
 EXIT_INTERRUPTED = 130
 NODE_EXTRA = frozenset(
-    "accelerate gguf llvmlite math_verify matplotlib numba plotext reasoning_gym safetensors tensorboardX tokenizers"
-    " torch transformers".split()
+    {
+        *("accelerate", "gguf", "llvmlite", "math_verify", "matplotlib", "numba", "plotext", "reasoning_gym"),
+        *("safetensors", "tensorboardX", "tokenizers", "torch", "transformers"),
+    }
 )
+TRAIN, LEDGER, HERE, MANY = "Train", "Use a ledger", "This machine", "Several machines"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +42,17 @@ class Verb:
 
 
 VERBS: dict[str, Verb] = {
-    "run": Verb("esnode.cli.run", "run", "Train", "Train a model on this machine, from start to report."),
-    "status": Verb("esnode.cli.run", "status", "Train", "Show where a run stands."),
-    "plan": Verb("esnode.cli.plan", "plan", "Train", "Write, check and resolve plan files."),
-    "verify": Verb("esnode.cli.ledger", "verify", "Use a ledger", "Rebuild the weights, compare every digest."),
-    "show": Verb("esnode.cli.ledger", "show", "Use a ledger", "List the rounds of a ledger."),
-    "export": Verb("esnode.cli.ledger", "export", "Use a ledger", "Write any round as a Hugging Face folder."),
-    "evaluate": Verb("esnode.cli.evaluate", "evaluate", "Use a ledger", "Score a model or a ledger on a task."),
-    "fork": Verb("esnode.cli.ledger", "fork", "Use a ledger", "Start a new run from any round of another."),
-    "doctor": Verb("esnode.cli.doctor", "doctor", "This machine", "Check hardware, versions and kernels."),
-    "coordinator": Verb("esnode.cli.coordinator", "coordinator", "Several machines", "Serve a run to other machines."),
-    "node": Verb("esnode.cli.node", "node", "Several machines", "Join a run with this machine."),
+    "run": Verb("esnode.cli.run", "run", TRAIN, "Train a model on this machine, from start to report."),
+    "status": Verb("esnode.cli.run", "status", TRAIN, "Show where a run stands."),
+    "plan": Verb("esnode.cli.plan", "plan", TRAIN, "Write, check and resolve plan files."),
+    "verify": Verb("esnode.cli.ledger", "verify", LEDGER, "Rebuild the weights, compare every digest."),
+    "show": Verb("esnode.cli.ledger", "show", LEDGER, "List the rounds of a ledger."),
+    "export": Verb("esnode.cli.ledger", "export", LEDGER, "Write any round as a Hugging Face folder."),
+    "evaluate": Verb("esnode.cli.evaluate", "evaluate", LEDGER, "Score a model or a ledger on a task."),
+    "fork": Verb("esnode.cli.ledger", "fork", LEDGER, "Start a new run from any round of another."),
+    "doctor": Verb("esnode.cli.doctor", "doctor", HERE, "Check hardware, versions and kernels."),
+    "coordinator": Verb("esnode.cli.coordinator", "coordinator", MANY, "Serve a run to other machines."),
+    "node": Verb("esnode.cli.node", "node", MANY, "Join a run with this machine."),
 }
 
 
@@ -91,8 +95,8 @@ def _nearest(word: str) -> str:
 @click.version_option(esnode.__version__, prog_name="esnode")
 def cli() -> None:
     """Fine-tune a language model with evolution strategies: many slightly perturbed copies answer the same
-    prompts, and the weights move towards those that were rewarded. The processes exchange nothing but seeds and
-    rewards, and the ledger of a run (a few hundred kilobytes) rebuilds the trained model to the same bits.
+    prompts, and the weights move towards those that were rewarded. The processes exchange nothing but seeds
+    and rewards, and the ledger of a run (a few hundred kilobytes) rebuilds the trained model to the same bits.
 
     \b
     First commands:
@@ -115,7 +119,7 @@ def explain(error: OSError) -> str | None:
     """One sentence for what only the user can mend (disk, permissions), or None when it is something else."""
     where = f" ({error.filename})" if error.filename else ""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"the disk is full{where}. Free some space and run the same command again; nothing kept was damaged."
+        return f"the disk is full{where}. Free some space and run the same command again; what was kept is whole."
     if error.errno == errno.EROFS:
         return f"the file system is read-only{where}. Choose another folder."
     if error.errno in (errno.EACCES, errno.EPERM):
