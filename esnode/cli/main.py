@@ -96,7 +96,7 @@ def _nearest(word: str) -> str:
 def cli() -> None:
     """Fine-tune a language model with evolution strategies: many slightly perturbed copies answer the same
     prompts, and the weights move towards those that were rewarded. The processes exchange nothing but seeds
-    and rewards, and the ledger of a run (a few hundred kilobytes) rebuilds the trained model to the same bits.
+    and rewards, and the ledger of a run (some hundred kilobytes) rebuilds the trained model to the same bits.
 
     \b
     First commands:
@@ -119,7 +119,7 @@ def explain(error: OSError) -> str | None:
     """One sentence for what only the user can mend (disk, permissions), or None when it is something else."""
     where = f" ({error.filename})" if error.filename else ""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"the disk is full{where}. Free some space and run the same command again; what was kept is whole."
+        return f"the disk is full{where}. Free some space and run the same command again."
     if error.errno == errno.EROFS:
         return f"the file system is read-only{where}. Choose another folder."
     if error.errno in (errno.EACCES, errno.EPERM):
