@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import struct
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any
@@ -154,7 +153,7 @@ class Lock:
         return math.isfinite(value) and low <= value <= high
 
     def __hash__(self) -> int:
-        return hash(self.run_id)
+        return int.from_bytes(self.run_id[:8], "little")
 
 
 _FLOATS = ("reward_low", "reward_high", "clip", "std_floor", "temperature", "top_p")

@@ -26,7 +26,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     """Base of all messages. Encoded without field names."""
 
 
-class Unit(Message):
+class Unit(Message, frozen=True):
     """The atom of assignment: chunks `first..last` (inclusive) of one member of one round.
 
     For `Kind.PROBE` the member is 0 and the chunks are those of the held-out prompts.
@@ -39,7 +39,7 @@ class Unit(Message):
     last: int
 
 
-class Hello(Message):
+class Hello(Message, frozen=True):
     """node -> coordinator: who I am (the key comes from ZAP, never from here), what I run, where I stand."""
 
     wire_min: int
@@ -58,7 +58,7 @@ class Hello(Message):
     units: tuple[Unit, ...]  # still running here
 
 
-class Welcome(Message):
+class Welcome(Message, frozen=True):
     """coordinator -> node: the agreed wire version, the lock, and the tip of the chain."""
 
     wire: int
@@ -69,31 +69,31 @@ class Welcome(Message):
     tip: bytes
 
 
-class Refuse(Message):
+class Refuse(Message, frozen=True):
     """coordinator -> node: not admitted; the reason is shown to the node's user."""
 
     reason: str
 
 
-class Rehello(Message):
+class Rehello(Message, frozen=True):
     """coordinator -> node: I do not know this connection; say Hello first."""
 
 
-class Fetch(Message):
+class Fetch(Message, frozen=True):
     """Ask for ledger entries `first .. first+count-1`."""
 
     first: int
     count: int
 
 
-class Entries(Message):
+class Entries(Message, frozen=True):
     """Ledger entries as stored, from height `first`. Signatures make the source irrelevant."""
 
     first: int
     entries: tuple[bytes, ...]
 
 
-class Assign(Message):
+class Assign(Message, frozen=True):
     """coordinator -> node: evaluate this unit on the state `parent`; the lease is in seconds."""
 
     unit: Unit
@@ -101,7 +101,7 @@ class Assign(Message):
     lease: int
 
 
-class Result(Message):
+class Result(Message, frozen=True):
     """node -> coordinator: the unit's rewards, one float64 sum per chunk."""
 
     unit: Unit
@@ -116,40 +116,40 @@ class Result(Message):
     evidence: bytes  # first 8 bytes of the hash over the per-prompt scores
 
 
-class Ack(Message):
+class Ack(Message, frozen=True):
     """coordinator -> node: the result is safely journaled, or why it does not count."""
 
     unit: Unit
     verdict: str  # "ok", "late", "duplicate" or "refused: <reason>"
 
 
-class Failed(Message):
+class Failed(Message, frozen=True):
     """node -> coordinator: this unit cannot be evaluated here; the reason in words."""
 
     unit: Unit
     reason: str
 
 
-class Release(Message):
+class Release(Message, frozen=True):
     """node -> coordinator: a clean leave; all units go back."""
 
     reason: str
 
 
-class Cancel(Message):
+class Cancel(Message, frozen=True):
     """coordinator -> node: stop this unit, its result is no longer needed."""
 
     unit: Unit
 
 
-class Commit(Message):
+class Commit(Message, frozen=True):
     """coordinator -> all: one new ledger entry, of whatever kind, at this height."""
 
     height: int
     entry: bytes
 
 
-class Applied(Message):
+class Applied(Message, frozen=True):
     """node -> coordinator: D of the master after the entries below `height`; milliseconds the last apply took."""
 
     height: int
@@ -158,7 +158,7 @@ class Applied(Message):
     ms: int
 
 
-class NodeBeat(Message):
+class NodeBeat(Message, frozen=True):
     """node -> coordinator, every 2 s unless something else was sent: where I stand and what I hold."""
 
     height: int
@@ -166,7 +166,7 @@ class NodeBeat(Message):
     units: tuple[tuple[Unit, int], ...]  # unit and progress in thousandths
 
 
-class CoordBeat(Message):
+class CoordBeat(Message, frozen=True):
     """coordinator -> node, answering a beat: the chain's tip and the units I believe you hold."""
 
     term: int
@@ -175,7 +175,7 @@ class CoordBeat(Message):
     units: tuple[Unit, ...]
 
 
-class Bye(Message):
+class Bye(Message, frozen=True):
     """coordinator -> node: the run ended, or you were superseded or revoked."""
 
     reason: str
