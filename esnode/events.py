@@ -1,0 +1,219 @@
+"""Everything that can happen to a node and everything it can cause.
+
+Pure: protocol types only. The contract of order, for every shell (daemon and simulator alike): compute `step`, adopt
+the new state, then perform the effects in order. `Store` and `StoreTerm` are on disk (flushed) before the next effect
+is performed, so a node never answers a term, or reports an entry, that it could forget.
+
+The engine does one thing at a time. `step` asks for the next `Evaluate` or `Apply` only after the last one was
+answered: `Evaluate` by exactly one of `Evaluated`, `EvaluationFailed`, `Cancelled`; `Apply` by `EntriesApplied`.
+`CancelUnit` only asks the running evaluation to end soon; its answer is still one of the three.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
+
+from protocol.ledger import Entry
+from protocol.messages import Message, Unit
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What a node says of itself in Hello; nothing here is decided by the core."""
+
+    name: str  # a label
+    backend: str  # kernel implementation
+    device: str
+    selftest: bytes  # 8-byte digest of the golden self-test
+    fingerprint: bytes  # 8 bytes over everything that may change an answer
+
+
+class Outcome(Protocol):
+    """A measured unit, as `esnode.worker` returns it."""
+
+    @property
+    def sums(self) -> tuple[float, ...]:
+        """One float64 sum of rewards per chunk."""
+
+    @property
+    def correct(self) -> int:
+        """Answers the task counts correct."""
+
+    @property
+    def floored(self) -> int:
+        """Answers given the task's floor because their scorer failed."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens generated or scored."""
+
+    @property
+    def times(self) -> tuple[int, int, int]:
+        """Milliseconds: perturb and restore, generate, score."""
+
+    @property
+    def evidence(self) -> bytes:
+        """First 8 bytes of the hash over the per-prompt scores."""
+
+
+# ---------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """First event of a process, after the engine is loaded.
+
+    `raws`: the ledger entries on disk, from entry 0. `height`: how many of them the loaded master already reflects (0
+    for the base checkpoint); `digest`: its D. `term`: the highest term on disk, 0 for none.
+    """
+
+    now: float
+    term: int
+    raws: tuple[bytes, ...]
+    height: int
+    digest: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passes; at least twice a second. `now` is monotonic seconds of the shell's clock."""
+
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A well-formed message from the coordinator."""
+
+    now: float
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """The engine finished the unit of the last `Evaluate`."""
+
+    now: float
+    unit: Unit
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationFailed:
+    """The engine could not evaluate the unit of the last `Evaluate`; the reason in words."""
+
+    now: float
+    unit: Unit
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """The engine ended the unit of the last `Evaluate` early, because of `CancelUnit`."""
+
+    now: float
+    unit: Unit
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far the running unit is, in thousandths. May be sent as often as the shell likes."""
+
+    now: float
+    unit: Unit
+    thousandths: int
+
+
+@dataclass(frozen=True, slots=True)
+class EntriesApplied:
+    """The master reflects the entries of the last `Apply`: one D after each of them, in order; ms of the whole."""
+
+    now: float
+    digests: tuple[int, ...]
+    ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """SIGTERM or the operator: hand everything back and stop within seconds."""
+
+    now: float
+    reason: str
+
+
+Event: TypeAlias = (
+    Started
+    | Tick
+    | Received
+    | Evaluated
+    | EvaluationFailed
+    | Cancelled
+    | Progress
+    | EntriesApplied
+    | Leave
+)
+
+# ---------------------------------------------------------------- effects
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """To the coordinator; may be lost."""
+
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluate:
+    """Start this unit. The engine is idle and its master stands at the unit's parent."""
+
+    unit: Unit
+
+
+@dataclass(frozen=True, slots=True)
+class CancelUnit:
+    """Ask the running evaluation to end between two decode steps."""
+
+    unit: Unit
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """Fold these consecutive entries into the master, in one pass. The engine is idle."""
+
+    entries: tuple[Entry, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Append these entries to the node's ledger file; the first has height `first`."""
+
+    first: int
+    raws: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreTerm:
+    """Write the highest term answered, flushed."""
+
+    term: int
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something worth a line in the log; never needed for correctness."""
+
+    kind: str
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The process ends: the run is over or the node leaves (code 0), or it must not go on (code 1)."""
+
+    reason: str
+    code: int
+
+
+Effect: TypeAlias = Send | Evaluate | CancelUnit | Apply | Store | StoreTerm | Note | Stop
