@@ -1,6 +1,6 @@
-"""A small line plot in text: braille dots, axis numbers, a legend. Pure; used by `report.py` and `progress.py`.
+"""A small line plot in text: braille dots, axis numbers, a legend. Pure. Used by `report.py`, `progress.py`.
 
-Written here because the plotting packages for terminals change their interface between releases, and this much
+Written here because the plotting packages for terminals change their interface between releases, and so much
 is one page of code.
 """
 

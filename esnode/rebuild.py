@@ -1,0 +1,281 @@
+"""From a ledger and the base model to the weights of any round, digests compared entry by entry.
+
+The library's front door: `open_ledger`, `at`, `verify`. Replay is exact, so what comes out has the same
+bits as the weights of the nodes that took part. Opening and checking a ledger needs no torch; rebuilding
+does, and loads it only then. Called by `run.py`, `fork.py`, `evaluate.py` and `cli/ledger.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from protocol import ledger as ledger_file
+from protocol.errors import UserError
+from protocol.ledger import Chain, Damage, Entry, EntryKind
+from protocol.lock import Lock
+
+if TYPE_CHECKING:
+    from esnode.engines.interface import Engine
+    from esnode.models import ModelFolder
+
+FUSED = 8  # commits per pass over the weights: enough to be limited by noise, few enough for a progress bar
+
+Tell = Callable[[str, int, int], None]  # (what, done, total)
+
+
+def silent(what: str, done: int, total: int) -> None:
+    """The `Tell` of somebody who does not want to know."""
+
+
+class LedgerMissing(UserError):
+    """No such file, or a folder without a ledger."""
+
+
+class DamagedLedger(UserError):
+    """The file is altered or cut; the sentence locates the damage."""
+
+
+class NoSuchRound(UserError):
+    """A round was asked for that the ledger does not hold."""
+
+
+class WrongBase(UserError):
+    """The model given as base is not the one the ledger starts from."""
+
+
+class WrongWeights(UserError):
+    """Replay gave other weights than the ledger records."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """A verified ledger: `chain` is the sound part, `damage` what follows it, None when the file is sound."""
+
+    path: Path
+    chain: Chain
+    ended: bool
+    damage: Damage | None
+
+    @property
+    def lock(self) -> Lock:
+        return self.chain.lock
+
+    @property
+    def rounds(self) -> int:
+        """Rounds closed: the weights of round 0 (the base) to this one can be rebuilt."""
+        return self.chain.round
+
+    @property
+    def state(self) -> str:
+        """ "whole, ended after 20 rounds", "unfinished at round 7" or where it is damaged."""
+        return str(ledger_file.Reading(self.chain, self.ended, self.damage))
+
+    @property
+    def parents(self) -> Path:
+        """Where the ledgers of a fork's ancestors lie."""
+        return self.path.parent / "parents"
+
+
+@dataclass(frozen=True, slots=True)
+class Rebuilt:
+    """The weights of one round in an engine. `digest` is their D, the ledger's own where it states one."""
+
+    engine: Engine
+    lock: Lock
+    model: ModelFolder
+    round: int
+    digest: int
+    compared: int  # digests that the ledger states and replay gave too
+    load_seconds: float
+    replay_seconds: float
+
+
+def open_ledger(path: str | Path) -> Ledger:
+    """Read and verify a ledger file, or the ledger of a run folder.
+
+    Hash links, signatures and every rule of the chain are checked; damage is reported, not raised, so that
+    what precedes it can still be used. LedgerMissing when there is no such file.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = path / "run.ledger"
+    if not path.is_file():
+        raise LedgerMissing(
+            f"there is no ledger {path}. A run's ledger is the file run.ledger in its folder."
+        )
+    reading = ledger_file.read(path)
+    if not reading.chain.height:
+        found = f": {reading.problem.what}" if reading.problem else ""
+        raise DamagedLedger(
+            f"{path} holds no readable lock{found}. It is no ledger, or its first entry is damaged."
+        )
+    return Ledger(path, reading.chain, reading.ended, reading.problem)
+
+
+def damage_of(ledger: Ledger) -> str | None:
+    """One sentence on where the file is damaged and what can still be had, None when it is sound."""
+    if ledger.damage is None:
+        return None
+    return (
+        f"{ledger.path} is {ledger.damage}. What precedes it is sound: `--round {ledger.rounds}` and "
+        "lower rounds can still be exported."
+    )
+
+
+def at(
+    ledger: Ledger | str | Path,
+    round: int | None = None,
+    base: str | None = None,
+    *,
+    threads: int | None = None,
+    backend: str | None = None,
+    tell: Tell = silent,
+) -> Rebuilt:
+    """The weights after `round` commits (all of them when None), in an engine ready to use.
+
+    `base` is a model folder, GGUF file or hub id; left out, the lock's label is looked for. Raises
+    DamagedLedger (only when no round is named), NoSuchRound, WrongBase, WrongWeights, and what loading a
+    model may raise.
+    """
+    opened = ledger if isinstance(ledger, Ledger) else open_ledger(ledger)
+    damage = damage_of(opened)
+    if damage and round is None:
+        raise DamagedLedger(damage)
+    wanted = opened.rounds if round is None else round
+    if not 0 <= wanted <= opened.rounds:
+        raise NoSuchRound(f"{opened.path} has rounds 0 to {opened.rounds}, there is no round {wanted}.")
+    from esnode import models
+    from esnode.engines import transformers_engine
+
+    started = time.monotonic()
+    model = models.resolve(base or opened.lock.model)
+    tell("loading the base model", 0, 1)
+    engine = transformers_engine.load(opened.lock, model.path, threads=threads, backend=backend)
+    loaded = time.monotonic()
+    require_start(opened.lock, engine.digest(), model)
+    compared = replay(engine, opened.chain, wanted, tell)
+    digest = engine.digest()
+    return Rebuilt(
+        engine, opened.lock, model, wanted, digest, compared, loaded - started, time.monotonic() - loaded
+    )
+
+
+def require_start(lock: Lock, digest: int, model: ModelFolder) -> None:
+    """WrongBase unless freshly loaded weights have the digest the lock starts from."""
+    if digest != lock.digest:
+        raise WrongBase(
+            f"{model.path} is not the base model of this ledger: its digest is {digest:016x}, the "
+            f"ledger starts from {lock.model} with {lock.digest:016x}. Name the right model with --base."
+        )
+
+
+def entries_until(chain: Chain, round: int) -> list[Entry]:
+    """The entries that lead to the weights after `round` commits."""
+    if round == 0:
+        return []
+    last = chain.commits[round - 1]
+    return chain.entries[: chain.entries.index(last) + 1]
+
+
+def replay(engine: Engine, chain: Chain, round: int, tell: Tell = silent) -> int:
+    """Fold the entries up to `round` into freshly loaded weights; returns how many stated digests were met.
+
+    WrongWeights at the first round after which the weights are not those the ledger records.
+    """
+    entries = entries_until(chain, round)
+    compared = 0
+    done = 0
+    for batch in _batches(entries):
+        digests = engine.apply(batch)
+        done += sum(entry.kind is EntryKind.COMMIT for entry in batch)
+        for entry, digest in zip(batch, digests, strict=True):
+            state = entry.round + (entry.kind is EntryKind.COMMIT)
+            stated = chain.digest_at(state)
+            if stated is not None and stated != digest:
+                raise WrongWeights(
+                    f"after round {state} of {round} replay gives digest {digest:016x}, the ledger "
+                    f"states {stated:016x}. This machine's arithmetic differs (see `esnode doctor`), or the "
+                    "ledger was made by other code."
+                )
+            compared += stated is not None and entry.kind is EntryKind.COMMIT
+        tell("replaying rounds", done, round)
+    return compared
+
+
+def _batches(entries: Sequence[Entry]) -> list[list[Entry]]:
+    """Consecutive entries with at most `FUSED` commits each."""
+    batches: list[list[Entry]] = []
+    commits = FUSED
+    for entry in entries:
+        commits += entry.kind is EntryKind.COMMIT
+        if commits > FUSED:
+            batches.append([])
+            commits = int(entry.kind is EntryKind.COMMIT)
+        batches[-1].append(entry)
+    return batches
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What `verify` found. `fault` is None when everything is right, else one sentence that locates it."""
+
+    path: str
+    run: str
+    model: str
+    rounds: int
+    ended: bool
+    digest: str | None
+    compared: int
+    load_seconds: float
+    replay_seconds: float
+    fault: str | None
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def words(self) -> str:
+        """A few lines for a person."""
+        state = "ended" if self.ended else "unfinished"
+        lines = [f"{self.path}: run {self.run[:16]}, {self.rounds} rounds, {state}"]
+        if self.fault is None:
+            lines += [
+                "every link, signature and rule of the chain holds",
+                f"{self.model} loaded in {self.load_seconds:.1f} s, replayed in {self.replay_seconds:.1f} s",
+                f"digest {self.digest}; {self.compared} of {self.rounds} rounds compared, all equal",
+            ]
+            if self.compared < self.rounds:
+                lines.append("the last round's digest is not in the ledger yet, so it could not be compared")
+        return "\n".join(lines)
+
+
+def verify(
+    path: str | Path, base: str | None = None, *, threads: int | None = None, tell: Tell = silent
+) -> Verdict:
+    """Check a ledger's file, then rebuild its weights and compare every digest it states.
+
+    Damage, another base model and other weights are verdicts; a missing file or model raises.
+    """
+    opened = open_ledger(path)
+    fault = damage_of(opened)
+    rebuilt = None
+    if fault is None:
+        try:
+            rebuilt = at(opened, None, base, threads=threads, tell=tell)
+        except (WrongBase, WrongWeights) as error:
+            fault = str(error)
+    return Verdict(
+        path=str(opened.path),
+        run=opened.lock.run_id.hex(),
+        model=opened.lock.model,
+        rounds=opened.rounds,
+        ended=opened.ended,
+        digest=f"{rebuilt.digest:016x}" if rebuilt else None,
+        compared=rebuilt.compared if rebuilt else 0,
+        load_seconds=round(rebuilt.load_seconds, 2) if rebuilt else 0.0,
+        replay_seconds=round(rebuilt.replay_seconds, 2) if rebuilt else 0.0,
+        fault=fault,
+    )
