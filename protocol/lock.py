@@ -1,7 +1,7 @@
 """The lock: what all replicas of a run agree on, as canonical bytes whose digest is the run id.
 
-Pure. Lives here: `Lock` and its parts, the canonical encoding, the strict reader, schedules and chunks. `plan.py` writes
-the user's side of it; `esnode.locking` resolves one into the other; everything that replays a run reads a lock only.
+Pure. Lives here: `Lock` and its parts, the canonical encoding, the strict reader, schedules and chunks. `plan.py`
+reads the user's side of it, `esnode.locking` resolves one into the other, who replays a run needs only a lock.
 """
 
 from __future__ import annotations
@@ -9,24 +9,42 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
 from protocol.errors import UserError
+from protocol.fields import (
+    ALPHA,
+    DATE,
+    EXACT_SIGMA,
+    FLAG,
+    GLOB,
+    TABLE,
+    Rule,
+    choice,
+    distinct,
+    hexes,
+    many,
+    number,
+    text,
+    whole,
+)
 from protocol.messages import Kind
 
 LAW = 1
 MAX_MEMBERS = 4096
+MAX_LOCK_BYTES = 8 * 1024 * 1024 - 4096  # a lock is one ledger entry
 
 
 class LockError(UserError):
-    """Bytes that are no lock of this version, or a lock whose fields contradict each other; the field is named."""
+    """Bytes that are no lock of this version, or fields that contradict each other; the field is named."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One stored tensor of the base checkpoint: its safetensors name, full shape and stored dtype ("bfloat16", ...)."""
+    """One stored tensor of the base checkpoint: safetensors name, full shape, stored dtype ("bfloat16", ...)."""
 
     name: str
     shape: tuple[int, ...]
@@ -38,8 +56,8 @@ class TensorSpec:
 class Parent:
     """Where a fork starts: the state of run `run` after `round` commits.
 
-    `entry` is the hash of the commit that closed round `round - 1` (of the lock entry when `round` is 0), `digest` the
-    D of that state. `run` and `entry` are 64 hex digits.
+    `entry` is the hash of the commit that closed round `round - 1` (of the lock entry when `round` is 0), `digest`
+    the D of that state. `run` and `entry` are 64 hex digits.
     """
 
     run: str
@@ -50,7 +68,7 @@ class Parent:
 
 @dataclass(frozen=True, kw_only=True)
 class Lock:
-    """The resolved plan. Field meanings: docs/plan.md and docs/ledger-format.md. Immutable; hashes are hex text."""
+    """The resolved plan, immutable; hashes are hex text. Fields: docs/plan.md and docs/ledger-format.md."""
 
     law: int = LAW
     model: str  # a label, nothing is decided by it
@@ -100,13 +118,17 @@ class Lock:
 
     @cached_property
     def _encoded(self) -> bytes:
-        plain = asdict(self)
-        for name in _FLOATS:
-            plain[name] = float(plain[name])
-        for name in ("sigma", "alpha"):
-            plain[name] = [float(value) for value in plain[name]]
-        text = json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-        return text.encode("utf-8")
+        plain: dict[str, Any] = {rule.name: getattr(self, rule.name) for rule in fields(self)}
+        plain |= {name: float(plain[name]) for name in _FLOATS}
+        plain |= {name: [float(value) for value in plain[name]] for name in ("sigma", "alpha")}
+        plain["manifest"] = [[t.name, t.shape, t.dtype, t.trained] for t in self.manifest]
+        if self.parent is not None:
+            p = self.parent
+            plain["parent"] = {"run": p.run, "round": p.round, "entry": p.entry, "digest": p.digest}
+        try:
+            return _canonical(plain)
+        except (TypeError, ValueError) as error:  # NaN, broken Unicode, an object JSON has no word for
+            raise LockError(f"the lock cannot be written down: {error}") from error
 
     @cached_property
     def run_id(self) -> bytes:
@@ -146,7 +168,7 @@ class Lock:
     def reward_ok(self, value: float, prompts: int = 1) -> bool:
         """Whether `value` can be the sum of `prompts` rewards of the declared range.
 
-        Sums round: the range is widened by 2^-40 of its larger bound, so that an honest sum of extreme rewards passes.
+        Sums round: the range is widened by 2^-40 of its larger bound, so that an honest sum of extremes passes.
         """
         slack = max(abs(self.reward_low), abs(self.reward_high)) * 2.0**-40
         low, high = (self.reward_low - slack) * prompts, (self.reward_high + slack) * prompts
@@ -156,23 +178,162 @@ class Lock:
         return int.from_bytes(self.run_id[:8], "little")
 
 
-_FLOATS = ("reward_low", "reward_high", "clip", "std_floor", "temperature", "top_p")
+def _canonical(plain: Any) -> bytes:
+    """Keys sorted, no spaces, UTF-8, no NaN; floats in their shortest decimal form."""
+    return json.dumps(
+        plain, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    ).encode("utf-8")
 
 
 def _slices(total: int, size: int) -> tuple[tuple[int, int], ...]:
     return tuple((start, min(size, total - start)) for start in range(0, total, size))
 
 
+# ---------------------------------------------------------------- strict reading
+
+_FLOATS = ("reward_low", "reward_high", "clip", "std_floor", "temperature", "top_p")
+_SHA256 = hexes(32, "a SHA-256")
+
+
+def _words(value: Any) -> dict[str, str]:
+    if not isinstance(value, Mapping):
+        raise ValueError
+    word = text(200)
+    return {word.read(key): word.read(version) for key, version in value.items()}
+
+
+def _tensor(value: Any) -> TensorSpec:
+    if not isinstance(value, list) or len(value) != 4:
+        raise ValueError
+    name, shape, dtype, trained = value
+    return TensorSpec(text().read(name), _SHAPE.read(shape), text(32).read(dtype), FLAG.read(trained))
+
+
+def _parent(value: Any) -> Parent | None:
+    if value is None:
+        return None
+    if not isinstance(value, Mapping) or set(value) != {"run", "round", "entry", "digest"}:
+        raise ValueError
+    return Parent(
+        _SHA256.read(value["run"]),
+        whole(0, 2**32 - 1).read(value["round"]),
+        _SHA256.read(value["entry"]),
+        whole(0).read(value["digest"]),
+    )
+
+
+_SHAPE = many(whole(0), at_most=16)
+_RULES: dict[str, Rule] = {
+    "law": whole(1),
+    "model": text(),
+    "base": hexes(32, "a BLAKE2b-256"),
+    "digest": whole(0),
+    "manifest": many(Rule("[name, shape, stored dtype, trained]", _tensor), at_least=1),
+    "parent": Rule("null or a table of run, round, entry and digest", _parent),
+    "task": text(),
+    "task_options": TABLE,
+    "data": _SHA256,
+    "scorer": _SHA256,
+    "packages": Rule("a table of package names and versions", _words),
+    "date": DATE,
+    "train_prompts": whole(1, 2**32 - 1),
+    "heldout_prompts": whole(0, 2**32 - 1),
+    "train_tokens": _SHA256,
+    "heldout_tokens": _SHA256,
+    "stop_ids": many(whole(0, 2**32 - 1), at_most=1024),
+    "reward_low": number(),
+    "reward_high": number(),
+    "members": whole(2, MAX_MEMBERS),
+    "mirrored": FLAG,
+    "sigma": many(EXACT_SIGMA, at_least=1),
+    "alpha": many(ALPHA, at_least=1),
+    "shaping": choice("zscore", "ranks"),
+    "clip": number(0.0),
+    "std_floor": number(0.0),
+    "update": FLAG,
+    "include": many(GLOB, at_least=1),
+    "exclude": many(GLOB),
+    "live_dtype": choice("bfloat16", "float16", "float32"),
+    "master": choice("float32", "bfloat16"),
+    "repeatable": FLAG,
+    "per_round": whole(1, 2**32 - 1),
+    "chunk": whole(1, 2**32 - 1),
+    "max_new_tokens": whole(0, 2**20),
+    "temperature": number(0.0),
+    "top_p": number(0.0, 1.0, above=True),
+    "trusted": distinct(many(hexes(32, "an Ed25519 public key"), at_most=64)),
+}
+
+
+def lock_from_bytes(data: bytes) -> Lock:
+    """The lock of exactly these canonical bytes; LockError names a field that is unknown, missing or ill-typed."""
+    if len(data) > MAX_LOCK_BYTES:
+        raise LockError(f"a lock of {len(data)} bytes is larger than the limit of {MAX_LOCK_BYTES}")
+    try:
+        plain = json.loads(data.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise LockError(f"no lock: the bytes are not JSON ({error})") from error
+    if not isinstance(plain, dict):
+        raise LockError("no lock: the JSON is not an object")
+    if plain.get("law") != LAW:
+        raise LockError(f"lock field law = {_shown(plain.get('law'))}: this version knows law {LAW} only")
+    for name in sorted(plain.keys() ^ _RULES.keys()):
+        what = "unknown: written by a newer version?" if name in plain else "missing"
+        raise LockError(f"lock field {_shown(name)} is {what}")
+    lock = Lock(**{name: _read(name, rule, plain[name]) for name, rule in _RULES.items()})
+    check(lock)
+    if lock.to_bytes() != data:
+        raise LockError("the lock is not in canonical form (sorted keys, no spaces, shortest floats)")
+    return lock
+
+
+def _read(name: str, rule: Rule, value: Any) -> Any:
+    try:
+        return rule.read(value)
+    except ValueError as error:
+        raise LockError(
+            f"lock field {name} = {_shown(value)}: {error or 'must be ' + rule.expects}"
+        ) from error
+
+
+def _shown(value: Any) -> str:
+    """A value in an error line, cut to a readable length."""
+    try:
+        shown = json.dumps(value, ensure_ascii=True)
+    except (TypeError, ValueError):
+        shown = repr(value)
+    return shown if len(shown) <= 60 else shown[:57] + "..."
+
+
+def check(lock: Lock) -> None:
+    """What fields must hold between each other. LockError names them."""
+    names = [tensor.name for tensor in lock.manifest]
+    for wrong, reason in (
+        (names != sorted(set(names)), "manifest: tensor names must be in ascending order, each once"),
+        (not any(t.trained for t in lock.manifest), "manifest: no tensor is trained"),
+        (lock.mirrored and lock.members % 2, f"members = {lock.members} must be even when mirrored"),
+        (lock.update and min(lock.alpha) == 0, "alpha must be above 0 unless update is false"),
+        (lock.reward_low >= lock.reward_high, "reward_low must be below reward_high"),
+        (lock.per_round > lock.train_prompts, f"per_round = {lock.per_round} exceeds the training prompts"),
+        (lock.chunk > lock.per_round, f"chunk = {lock.chunk} exceeds per_round = {lock.per_round}"),
+    ):
+        if wrong:
+            raise LockError(f"lock field {reason}")
+
+
 def resolve_slice(per_round: int, chunk: int, train_prompts: int) -> tuple[int, int]:
-    """Concrete (per_round, chunk) from the plan's values, 0 meaning all prompts and a quarter of the round."""
+    """Concrete (per_round, chunk) from the plan's values: 0 means all prompts, and a quarter of the round.
+
+    LockError when the task has fewer training prompts than a round wants, or a round fewer than a chunk.
+    """
+    if per_round > train_prompts:
+        raise LockError(
+            f"run.prompts.per_round = {per_round}: the task has only {train_prompts} training prompts; "
+            "write 0 to use all of them every round"
+        )
     prompts = per_round or train_prompts
+    if chunk > prompts:
+        raise LockError(
+            f"run.prompts.chunk = {chunk}: a round has only {prompts} prompts; write 0 for a quarter of them"
+        )
     return prompts, chunk or max(1, prompts // 4)
-
-
-def bf16(value: float) -> float:
-    """The nearest bf16 value (ties to even): the float64 is rounded once, to 8 significant bits."""
-    if value == 0 or not math.isfinite(value):
-        return value
-    mantissa, exponent = math.frexp(value)
-    step = max(exponent, -125) - 8  # below 2^-126 bf16 is denormal, its step stays 2^-133
-    return math.ldexp(round(math.ldexp(mantissa, exponent - step)), step)

@@ -9,9 +9,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from protocol.errors import UserError
-from protocol.lock import Lock, LockError, Parent, TensorSpec, bf16, resolve_slice
+from protocol.fields import bf16
+from protocol.lock import Lock, LockError, Parent, TensorSpec, lock_from_bytes, resolve_slice
 
-__all__ = ["Lock", "LockError", "Ops", "Parent", "Plan", "PlanError", "TensorSpec", "bf16", "resolve_slice"]
+__all__ = [
+    "Lock",
+    "LockError",
+    "Ops",
+    "Parent",
+    "Plan",
+    "PlanError",
+    "TensorSpec",
+    "bf16",
+    "lock_from_bytes",
+    "resolve_slice",
+]
 
 
 class PlanError(UserError):

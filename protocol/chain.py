@@ -1,0 +1,371 @@
+"""The chain of a run's entries: what each means after the ones before it, checked before it enters.
+
+Lives here: `Chain` with every rule of docs/ledger-format.md, and `step_of`, a commit as the kernels want it.
+No files: `ledger.py` reads and writes those.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+from protocol.entries import (
+    COMPLETE,
+    GENESIS,
+    AmendBody,
+    CommitBody,
+    Entry,
+    EntryKind,
+    LockBody,
+    MalformedEntry,
+    RosterBody,
+    ScoreBody,
+    parse,
+    signed_by,
+)
+from protocol.errors import UserError
+from protocol.fields import bf16
+from protocol.lock import MAX_MEMBERS, Lock, LockError, lock_from_bytes
+from protocol.seeds import member_seed, rounding_seed
+from protocol.shaping import Step, coefficients, make_step
+
+
+class BrokenChain(UserError):
+    """An entry that may not follow the ones before it. `round` is where the chain stood."""
+
+    def __init__(self, reason: str, round: int) -> None:
+        super().__init__(f"round {round}: {reason}")
+        self.reason = reason
+        self.round = round
+
+
+def step_of(lock: Lock, entry: Entry) -> Step | None:
+    """What a commit does to the master, ready for the kernels; None when it moves nothing or is no commit."""
+    body = entry.body
+    if not isinstance(body, CommitBody) or not lock.update:
+        return None
+    rewards = [member.reward for member in body.members]
+    found = coefficients(rewards, body.alpha, lock.shaping, lock.clip, lock.std_floor)  # type: ignore[arg-type]
+    seeds = [member.seed for member in body.members]
+    return make_step(
+        found, seeds, mirrored=lock.mirrored, rounding_seed=rounding_seed(lock.run_id, entry.round)
+    )
+
+
+class Chain:
+    """A verified chain. `append` either accepts an entry whole or raises and leaves the chain as it was."""
+
+    def __init__(self, entries: Iterable[bytes | Entry] = ()) -> None:
+        self._lock: Lock | None = None
+        self._entries: list[Entry] = []
+        self._commits: list[Entry] = []
+        self._digests: list[int | None] = [None]  # D of the state after 0, 1, 2, ... commits
+        self._amends: list[AmendBody] = []
+        self._roster: dict[int, tuple[bytes, str]] = {}
+        self._numbers: set[int] = set()  # every roster number ever given
+        self._signer = b""  # key of the current term
+        for entry in entries:
+            self.append(entry)
+
+    def copy(self) -> Chain:
+        """An independent chain with the same entries; entries themselves are shared, they are immutable."""
+        twin = Chain()
+        for name, value in vars(self).items():
+            setattr(twin, name, value.copy() if isinstance(value, list | dict | set) else value)
+        return twin
+
+    # ------------------------------------------------------------ what it says
+
+    @property
+    def lock(self) -> Lock:
+        """The run's lock; BrokenChain while the chain is empty."""
+        if self._lock is None:
+            raise BrokenChain("the chain is empty, it has no lock yet", 0)
+        return self._lock
+
+    @property
+    def entries(self) -> list[Entry]:
+        """All entries in order (not to be changed)."""
+        return self._entries
+
+    @property
+    def commits(self) -> list[Entry]:
+        """The commit of round k is element k (not to be changed)."""
+        return self._commits
+
+    @property
+    def height(self) -> int:
+        """Number of entries."""
+        return len(self._entries)
+
+    @property
+    def tip(self) -> bytes:
+        """Hash of the last entry; 32 zero bytes while empty."""
+        return self._entries[-1].hash if self._entries else GENESIS
+
+    @property
+    def round(self) -> int:
+        """The round the next commit closes: the number of commits so far."""
+        return len(self._commits)
+
+    @property
+    def term(self) -> int:
+        """Term of the last entry, 0 while empty."""
+        return self._entries[-1].term if self._entries else 0
+
+    @property
+    def ended(self) -> bool:
+        """Whether an END entry closed the run."""
+        return bool(self._entries) and self._entries[-1].kind is EntryKind.END
+
+    @property
+    def roster(self) -> dict[int, tuple[bytes, str]]:
+        """Nodes admitted now: number -> (CURVE key, label)."""
+        return self._roster
+
+    @property
+    def trusted(self) -> tuple[bytes, ...]:
+        """Ed25519 keys that may sign the next entry."""
+        keys = tuple(bytes.fromhex(key) for key in self.lock.trusted)
+        return next((a.trusted for a in self._amended(self.round) if a.trusted), keys)
+
+    @property
+    def digest(self) -> int | None:
+        """D of the tip's state; None while no entry states it: the tip is a commit that moved the weights."""
+        return self._digests[-1]
+
+    def digest_at(self, round: int) -> int | None:
+        """D of the state after `round` commits, None when no entry states it."""
+        return self._digests[round] if 0 <= round < len(self._digests) else None
+
+    def alpha_at(self, round: int) -> float:
+        """The lock's schedule or the amendment in force."""
+        return next((a.alpha for a in self._amended(round) if a.alpha is not None), self.lock.alpha_at(round))
+
+    def sigma_at(self, round: int) -> float:
+        """The lock's schedule or the amendment in force."""
+        return next((a.sigma for a in self._amended(round) if a.sigma is not None), self.lock.sigma_at(round))
+
+    def members_at(self, round: int) -> int:
+        """N of a round: the lock's or the amendment's in force."""
+        return next((a.members for a in self._amended(round) if a.members is not None), self.lock.members)
+
+    def _amended(self, round: int) -> list[AmendBody]:
+        """Amendments in force, the deciding one first: the latest start wins, then the later entry."""
+        active = [(a.from_round, k, a) for k, a in enumerate(self._amends) if a.from_round <= round]
+        return [a for _, _, a in sorted(active, key=lambda item: item[:2], reverse=True)]
+
+    # ------------------------------------------------------------ what may follow
+
+    def append(self, item: bytes | Entry) -> Entry:
+        """Verify one entry against everything before it and take it in; BrokenChain with the reason if not."""
+        try:
+            entry = parse(item) if isinstance(item, bytes) else item
+        except MalformedEntry as error:
+            raise BrokenChain(str(error), self.round) from error
+        self._check_link(entry)
+        lock = self._read_lock(entry) if not self._entries else self.lock
+        signer = self._check_signature(entry, lock)
+        self._check_digest(entry, lock)
+        self._check_body(entry)
+        moves = self._moves(entry, lock)
+        self._adopt(entry, lock, signer, moves)
+        return entry
+
+    def _refuse(self, reason: str) -> BrokenChain:
+        return BrokenChain(reason, self.round)
+
+    def _check_link(self, entry: Entry) -> None:
+        if self.ended:
+            raise self._refuse("an entry follows the END entry")
+        if (entry.kind is EntryKind.LOCK) != (not self._entries):
+            raise self._refuse("the first entry, and only the first, must be the lock")
+        if entry.parent != self.tip:
+            raise self._refuse(
+                f"entry {self.height} names {entry.parent.hex()[:16]} as its parent, the chain's tip is "
+                f"{self.tip.hex()[:16]}"
+            )
+        if entry.round != self.round:
+            raise self._refuse(f"the {entry.kind.name} entry is of round {entry.round}")
+        if entry.term < self.term:
+            raise self._refuse(f"term {entry.term} follows term {self.term}: terms only grow")
+        if self._entries and entry.term == self.term and entry.nonce != self._entries[-1].nonce:
+            raise self._refuse(f"term {entry.term} was started twice: its entries carry different nonces")
+
+    def _read_lock(self, entry: Entry) -> Lock:
+        assert isinstance(entry.body, LockBody)
+        try:
+            lock = lock_from_bytes(entry.body.lock)
+        except LockError as error:
+            raise self._refuse(str(error)) from error
+        if not lock.trusted:
+            raise self._refuse("the lock trusts no coordinator key, so nothing could be signed")
+        return lock
+
+    def _check_signature(self, entry: Entry, lock: Lock) -> bytes:
+        keys = self.trusted if self._entries else tuple(bytes.fromhex(key) for key in lock.trusted)
+        same_term = bool(self._entries) and entry.term == self.term
+        if same_term and self._signer in keys:
+            keys = (self._signer, *(key for key in keys if key != self._signer))
+        signer = signed_by(entry, keys)
+        if signer is None:
+            raise self._refuse(f"the {entry.kind.name} entry is not signed by a key this run trusts")
+        if same_term and signer != self._signer:
+            raise self._refuse(f"term {entry.term} has entries of two signing keys")
+        return signer
+
+    def _check_digest(self, entry: Entry, lock: Lock) -> None:
+        known = lock.digest if not self._entries else self._digests[-1]
+        if known is not None and entry.digest != known:
+            raise self._refuse(
+                f"the {entry.kind.name} entry states digest {entry.digest:016x}, the state's is {known:016x}"
+            )
+
+    def _check_body(self, entry: Entry) -> None:
+        body = entry.body
+        if isinstance(body, CommitBody):
+            self._check_commit(body)
+        elif isinstance(body, RosterBody):
+            self._check_roster(body)
+        elif isinstance(body, AmendBody):
+            self._check_amend(body)
+        elif isinstance(body, ScoreBody):
+            self._check_score(body)
+
+    def _check_commit(self, body: CommitBody) -> None:
+        total = self.members_at(self.round)
+        if (body.alpha, body.sigma) != (self.alpha_at(self.round), self.sigma_at(self.round)):
+            raise self._refuse(f"alpha {body.alpha} and sigma {body.sigma} are not the schedule's")
+        indices = [member.index for member in body.members]
+        if len(indices) < 2:
+            raise self._refuse(f"a commit needs at least 2 members, this one has {len(indices)}")
+        self._check_order(indices, total, "members")
+        if self.lock.mirrored and (
+            indices[::2] != [k - 1 for k in indices[1::2]] or any(k % 2 for k in indices[::2])
+        ):
+            raise self._refuse("a mirrored pair is not whole")
+        for member in body.members:
+            self._check_member(member.index, member.seed, member.reward, member.evaluator)
+        self._check_voids(body, set(indices), total)
+
+    def _check_order(self, indices: Sequence[int], total: int, what: str) -> None:
+        if any(a >= b for a, b in pairwise(indices)) or (indices and indices[-1] >= total):
+            raise self._refuse(f"{what} must be in ascending order, each once, below {total}")
+
+    def _check_member(self, index: int, seed: int, reward: float, evaluator: int) -> None:
+        lock = self.lock
+        if seed != member_seed(lock.run_id, self.round, index, lock.mirrored):
+            raise self._refuse(f"member {index} has a seed that is not the rule's")
+        if not lock.reward_ok(reward):
+            raise self._refuse(
+                f"member {index} has reward {reward}, outside {lock.reward_low} .. {lock.reward_high}"
+            )
+        if evaluator not in self._numbers:
+            raise self._refuse(
+                f"member {index} was evaluated by number {evaluator}, which is not in the roster"
+            )
+
+    def _check_voids(self, body: CommitBody, present: set[int], total: int) -> None:
+        void = [index for index, _ in body.voids]
+        self._check_order(void, total, "void members")
+        if present & set(void):
+            raise self._refuse(f"member {min(present & set(void))} is both counted and void")
+        if body.closed != COMPLETE:
+            return
+        excused = set(void)
+        if self.lock.mirrored:  # the partner of a void member is left out with it
+            excused |= {index ^ 1 for index in void}
+        missing = set(range(total)) - present - excused
+        if missing:
+            raise self._refuse(f"member {min(missing)} is missing from a commit that says it is complete")
+
+    def _check_roster(self, body: RosterBody) -> None:
+        if not body.admitted and not body.revoked:
+            raise self._refuse("a roster entry that changes nothing")
+        numbers = [admission.number for admission in body.admitted]
+        keys = [admission.key for admission in body.admitted]
+        if len(set(numbers)) < len(numbers) or self._numbers & set(numbers):
+            raise self._refuse("a roster number is given twice")
+        gone = set(body.revoked)
+        if len(gone) < len(body.revoked) or not gone <= self._roster.keys():
+            raise self._refuse("a roster number is revoked that is not admitted")
+        staying = {key for number, (key, _) in self._roster.items() if number not in gone}
+        if len(set(keys)) < len(keys) or staying & set(keys):
+            raise self._refuse("a node's key is admitted twice")
+
+    def _check_amend(self, body: AmendBody) -> None:
+        if body.from_round < self.round:
+            raise self._refuse(f"an amendment of round {body.from_round}, which is closed")
+        if (body.alpha, body.sigma, body.members, body.trusted) == (None, None, None, ()):
+            raise self._refuse("an amendment that changes nothing")
+        if body.alpha is not None and not (math.isfinite(body.alpha) and body.alpha >= 0):
+            raise self._refuse(f"an amendment to alpha {body.alpha}")
+        if body.sigma is not None and not (math.isfinite(body.sigma) and 0 < body.sigma == bf16(body.sigma)):
+            raise self._refuse(f"an amendment to sigma {body.sigma}, no positive bf16 number")
+        count = body.members
+        if count is not None and not (2 <= count <= MAX_MEMBERS and not (self.lock.mirrored and count % 2)):
+            raise self._refuse(f"an amendment to {count} members")
+
+    def _check_score(self, body: ScoreBody) -> None:
+        if body.state_round > self.round:
+            raise self._refuse(f"a score of round {body.state_round}, which is not reached yet")
+        if body.prompts < 1 or not body.sums or body.correct > body.prompts:
+            raise self._refuse(
+                "a score without prompts, without sums or with more correct answers than prompts"
+            )
+        if not all(map(math.isfinite, body.sums)) or math.fsum(body.sums) / body.prompts != body.mean:
+            raise self._refuse("a score whose mean is not that of its sums")
+        if not self.lock.reward_ok(body.mean):
+            raise self._refuse(
+                f"a score of {body.mean}, outside {self.lock.reward_low} .. {self.lock.reward_high}"
+            )
+
+    def _moves(self, entry: Entry, lock: Lock) -> bool:
+        try:
+            return step_of(lock, entry) is not None
+        except ValueError as error:  # finite rewards and a finite alpha can still overflow a step
+            raise self._refuse(f"the commit makes no legal step: {error}") from error
+
+    def _adopt(self, entry: Entry, lock: Lock, signer: bytes, moves: bool) -> None:
+        self._lock = lock
+        self._signer = signer
+        self._digests[-1] = entry.digest
+        body = entry.body
+        if isinstance(body, CommitBody):
+            self._commits.append(entry)
+            self._digests.append(None if moves else entry.digest)
+        elif isinstance(body, AmendBody):
+            self._amends.append(body)
+        elif isinstance(body, RosterBody):
+            for number in body.revoked:
+                del self._roster[number]
+            for admission in body.admitted:
+                self._numbers.add(admission.number)
+                self._roster[admission.number] = (admission.key, admission.name)
+        self._entries.append(entry)
+
+
+def check_fork(lock: Lock, parent: Chain) -> None:
+    """Whether `lock.parent` really names a state of `parent`; BrokenChain with the reason if not."""
+    claim = lock.parent
+    if claim is None:
+        raise BrokenChain("the lock names no parent run", 0)
+    if claim.run != parent.lock.run_id.hex():
+        raise BrokenChain(
+            f"the lock forks run {claim.run[:16]}, this is {parent.lock.run_id.hex()[:16]}", claim.round
+        )
+    if claim.round > parent.round:
+        raise BrokenChain(f"the parent ledger ends at round {parent.round}", claim.round)
+    closing = parent.commits[claim.round - 1] if claim.round else parent.entries[0]
+    if claim.entry != closing.hash.hex():
+        raise BrokenChain("the parent ledger has another entry at the fork", claim.round)
+    known = parent.digest_at(claim.round)
+    if known is not None and known != claim.digest:
+        raise BrokenChain(
+            f"the fork starts from digest {claim.digest:016x}, the parent ledger states {known:016x}",
+            claim.round,
+        )
+    same_state = (lock.manifest, lock.master) == (parent.lock.manifest, parent.lock.master)
+    if same_state and lock.digest != claim.digest:
+        raise BrokenChain("the lock's start digest is not that of the parent's state", claim.round)

@@ -1,0 +1,329 @@
+"""Ledger entries: their bytes, types and signatures, as docs/ledger-format.md describes them.
+
+Lives here: `Entry`, the payload of every kind, `seal` (payload to signed bytes), `parse` (bytes to a checked
+entry). What an entry means in its chain is `chain.py`'s business. Entries are hashed, signed and stored as bytes
+and never re-encoded: `Entry.raw` is what travels and what lies in the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
+from nacl.exceptions import BadSignatureError
+from nacl.signing import SigningKey, VerifyKey
+
+from protocol.errors import UserError
+
+MAX_BODY = 8 * 1024 * 1024 - 1024  # an entry must fit the wire's largest message
+HASH = 32
+SIGNATURE = 64
+OVERHEAD = 4 + HASH + SIGNATURE  # length, hash, signature
+GENESIS = bytes(HASH)  # the parent of the first entry
+MAX_REASON = 500  # characters
+MAX_NAME = 64
+
+
+class MalformedEntry(UserError):
+    """Bytes that are no entry: cut, altered, of an unknown kind, or with a field out of its type."""
+
+
+class EntryKind(IntEnum):
+    """First element of the body."""
+
+    LOCK = 0
+    COMMIT = 1
+    ROSTER = 2
+    AMEND = 3
+    SCORE = 4
+    END = 5
+
+
+COMPLETE = 0  # a commit closed because every member was in or void
+QUORUM = 1  # closed by the plan's quorum, members are missing
+
+
+@dataclass(frozen=True, slots=True)
+class MemberReward:
+    """One row of a commit: 20 bytes. `evaluator` is a roster number."""
+
+    index: int
+    seed: int
+    reward: float
+    evaluator: int
+
+
+@dataclass(frozen=True, slots=True)
+class LockBody:
+    """The first entry: the lock's canonical bytes."""
+
+    lock: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class CommitBody:
+    """Closes a round: what moves the weights. `voids` are (index, reason) of members that could not be had."""
+
+    alpha: float
+    sigma: float
+    members: tuple[MemberReward, ...]
+    voids: tuple[tuple[int, str], ...] = ()
+    closed: int = COMPLETE
+    snapshot: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A node's roster number, its 32-byte CURVE public key and its label."""
+
+    number: int
+    key: bytes
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class RosterBody:
+    """Keys admitted and roster numbers revoked."""
+
+    admitted: tuple[Admission, ...] = ()
+    revoked: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AmendBody:
+    """New settings from round `from_round` on; None and () change nothing, `trusted` replaces the key list."""
+
+    from_round: int
+    alpha: float | None = None
+    sigma: float | None = None
+    members: int | None = None
+    trusted: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreBody:
+    """Held-out result of the state after `state_round` commits; mean = fsum(sums) / prompts, a sum per chunk."""
+
+    state_round: int
+    prompts: int
+    mean: float
+    correct: int
+    sums: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EndBody:
+    """The run is over; nothing follows."""
+
+    reason: str
+
+
+Body: TypeAlias = LockBody | CommitBody | RosterBody | AmendBody | ScoreBody | EndBody
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One parsed entry. `digest` is D of the state before it; `raw` is everything from the length on."""
+
+    kind: EntryKind
+    parent: bytes
+    term: int
+    nonce: bytes
+    round: int
+    digest: int
+    body: Body
+    raw: bytes
+    hash: bytes
+
+    @property
+    def signature(self) -> bytes:
+        """Ed25519 over `hash`."""
+        return self.raw[-SIGNATURE:]
+
+
+# ---------------------------------------------------------------- typed layout of each kind
+
+_ROW = struct.Struct("<HQdH")
+_U16 = Annotated[int, msgspec.Meta(ge=0, le=0xFFFF)]
+_U32 = Annotated[int, msgspec.Meta(ge=0, le=0xFFFFFFFF)]
+_U64 = Annotated[int, msgspec.Meta(ge=0)]  # msgpack itself has no larger integer
+_Hash = Annotated[bytes, msgspec.Meta(min_length=HASH, max_length=HASH)]
+_Key = _Hash
+_Nonce = Annotated[bytes, msgspec.Meta(min_length=8, max_length=8)]
+_Reason = Annotated[str, msgspec.Meta(max_length=MAX_REASON)]
+_Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
+
+_Roots = Annotated[bytes, msgspec.Meta(max_length=HASH)]
+_Rows = Annotated[bytes, msgspec.Meta(max_length=4096 * _ROW.size)]
+_LAYOUT: dict[EntryKind, Any] = {
+    EntryKind.LOCK: tuple[_U16, _Hash, _U32, _Nonce, _U32, _U64, bytes],
+    EntryKind.COMMIT: tuple[
+        _U16, _Hash, _U32, _Nonce, _U32, _U64,
+        float, float, _Rows, tuple[tuple[_U16, _Reason], ...], _U16, _Roots,
+    ],
+    EntryKind.ROSTER: tuple[
+        _U16, _Hash, _U32, _Nonce, _U32, _U64, tuple[tuple[_U16, _Key, _Name], ...], tuple[_U16, ...]
+    ],
+    EntryKind.AMEND: tuple[
+        _U16, _Hash, _U32, _Nonce, _U32, _U64,
+        _U32, float | None, float | None, _U16 | None, tuple[_Key, ...],
+    ],
+    EntryKind.SCORE: tuple[_U16, _Hash, _U32, _Nonce, _U32, _U64, _U32, _U32, float, _U32, tuple[float, ...]],
+    EntryKind.END: tuple[_U16, _Hash, _U32, _Nonce, _U32, _U64, _Reason],
+}  # fmt: skip
+_DECODERS = {kind: msgspec.msgpack.Decoder(layout) for kind, layout in _LAYOUT.items()}
+_KIND_OF: dict[type[Body], EntryKind] = {
+    LockBody: EntryKind.LOCK,
+    CommitBody: EntryKind.COMMIT,
+    RosterBody: EntryKind.ROSTER,
+    AmendBody: EntryKind.AMEND,
+    ScoreBody: EntryKind.SCORE,
+    EndBody: EntryKind.END,
+}
+
+
+def short(reason: str) -> str:
+    """A reason cut to MAX_REASON characters, with what UTF-8 cannot carry replaced."""
+    clean = reason.encode("utf-8", "replace").decode("utf-8")
+    return clean if len(clean) <= MAX_REASON else clean[: MAX_REASON - 3] + "..."
+
+
+def _payload(body: Body) -> list[Any]:
+    """The body's own fields, as they follow the six common ones."""
+    if isinstance(body, LockBody):
+        return [body.lock]
+    if isinstance(body, CommitBody):
+        rows = b"".join(_ROW.pack(m.index, m.seed, m.reward, m.evaluator) for m in body.members)
+        voids = [(index, short(reason)) for index, reason in body.voids]
+        return [body.alpha, body.sigma, rows, voids, body.closed, body.snapshot]
+    if isinstance(body, RosterBody):
+        return [[(a.number, a.key, a.name) for a in body.admitted], body.revoked]
+    if isinstance(body, AmendBody):
+        return [body.from_round, body.alpha, body.sigma, body.members, body.trusted]
+    if isinstance(body, ScoreBody):
+        return [body.state_round, body.prompts, body.mean, body.correct, body.sums]
+    return [short(body.reason)]
+
+
+def _body(kind: EntryKind, fields: Sequence[Any]) -> Body:
+    """The inverse of `_payload`, on fields whose types are already checked."""
+    if kind is EntryKind.LOCK:
+        return LockBody(fields[0])
+    if kind is EntryKind.COMMIT:
+        alpha, sigma, rows, voids, closed, snapshot = fields
+        if len(rows) % _ROW.size:
+            raise MalformedEntry(f"the member table has {len(rows)} bytes, no multiple of {_ROW.size}")
+        if len(snapshot) not in (0, HASH):
+            raise MalformedEntry(f"the snapshot root has {len(snapshot)} bytes instead of none or {HASH}")
+        if closed not in (COMPLETE, QUORUM):
+            raise MalformedEntry(f"unknown closing code {closed}")
+        return CommitBody(
+            alpha, sigma, tuple(MemberReward(*row) for row in _ROW.iter_unpack(rows)), voids, closed, snapshot
+        )
+    if kind is EntryKind.ROSTER:
+        return RosterBody(tuple(Admission(*row) for row in fields[0]), fields[1])
+    if kind is EntryKind.AMEND:
+        return AmendBody(*fields)
+    if kind is EntryKind.SCORE:
+        return ScoreBody(*fields)
+    return EndBody(fields[0])
+
+
+# ---------------------------------------------------------------- bytes
+
+
+def public_key(seed: bytes) -> bytes:
+    """The 32-byte Ed25519 public key of a 32-byte secret seed."""
+    return bytes(SigningKey(seed).verify_key)
+
+
+def seal(body: Body, *, parent: bytes, term: int, nonce: bytes, round: int, digest: int, key: bytes) -> Entry:
+    """Encode, hash and sign one entry. `key` is the 32-byte Ed25519 seed.
+
+    Raises MalformedEntry when a field does not fit the format, so that nothing unreadable is ever signed.
+    """
+    kind = _KIND_OF[type(body)]
+    try:
+        data = msgspec.msgpack.encode([int(kind), parent, term, nonce, round, digest, *_payload(body)])
+    except (struct.error, OverflowError, TypeError, UnicodeEncodeError) as error:
+        raise MalformedEntry(f"a field of this {kind.name} entry does not fit its format: {error}") from error
+    if len(data) > MAX_BODY:
+        raise MalformedEntry(
+            f"a {kind.name} entry of {len(data)} bytes is larger than the limit of {MAX_BODY}"
+        )
+    digest32 = hash_of(data)
+    signature = SigningKey(key).sign(digest32).signature
+    return parse(len(data).to_bytes(4, "little") + data + digest32 + signature)
+
+
+def hash_of(body: bytes) -> bytes:
+    """BLAKE2b-256 of an entry's body: its name in the chain."""
+    return hashlib.blake2b(body, digest_size=HASH).digest()
+
+
+def split(data: bytes, offset: int = 0) -> bytes:
+    """The raw bytes of the entry at `offset`, its hash checked; MalformedEntry when cut or altered."""
+    left = len(data) - offset
+    if left < 4:
+        raise MalformedEntry(f"cut inside the length field, {left} of 4 bytes are left")
+    length = int.from_bytes(data[offset : offset + 4], "little")
+    if length > MAX_BODY:
+        raise MalformedEntry(
+            f"the length field says {length} bytes, more than an entry may have: it was altered"
+        )
+    if left < OVERHEAD + length:
+        raise MalformedEntry(
+            f"cut: {left} bytes are left of an entry of {OVERHEAD + length} (or its length is altered)"
+        )
+    raw = data[offset : offset + OVERHEAD + length]
+    if hash_of(raw[4 : 4 + length]) != raw[4 + length : 4 + length + HASH]:
+        raise MalformedEntry("body and hash do not fit each other: bytes were altered")
+    return raw
+
+
+def parse(raw: bytes) -> Entry:
+    """One entry from exactly its bytes: structure, hash and types checked, not the signature. MalformedEntry."""
+    if len(split(raw)) != len(raw):
+        raise MalformedEntry("bytes follow the entry")
+    body = raw[4 : -HASH - SIGNATURE]
+    kind = body[1] if len(body) > 1 else -1
+    if kind not in _KIND_OF.values():
+        raise MalformedEntry(f"unknown entry kind {kind}: written by a newer version, or no entry at all")
+    try:
+        fields = _DECODERS[EntryKind(kind)].decode(body)
+        # One value has one encoding: what differs was not written by the format's rules.
+        canonical = msgspec.msgpack.encode(fields) == body
+    except (msgspec.DecodeError, UnicodeError) as error:
+        raise MalformedEntry(
+            f"a {EntryKind(kind).name} entry with a field out of its type: {error}"
+        ) from error
+    if not canonical or fields[0] != kind:
+        raise MalformedEntry(f"a {EntryKind(kind).name} entry that is not in canonical encoding")
+    _, parent, term, nonce, round, digest = fields[:6]
+    return Entry(
+        EntryKind(kind),
+        parent,
+        term,
+        nonce,
+        round,
+        digest,
+        _body(EntryKind(kind), fields[6:]),
+        raw,
+        hash_of(body),
+    )
+
+
+def signed_by(entry: Entry, keys: Sequence[bytes]) -> bytes | None:
+    """The first of `keys` (32-byte public keys) that signed the entry, or None."""
+    for key in keys:
+        try:
+            VerifyKey(key).verify(entry.hash, entry.signature)
+        except BadSignatureError:
+            continue
+        return key
+    return None

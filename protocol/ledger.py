@@ -1,0 +1,249 @@
+"""The ledger file: a run's signed entries, one after the other, portable and checkable by anyone.
+
+Lives here: reading with damage located, and `LedgerFile`, which appends and repairs. The format is in
+docs/ledger-format.md. Entries are in `entries.py`, their rules in `chain.py`; both are reached through here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from protocol.chain import BrokenChain, Chain, check_fork, step_of
+from protocol.entries import (
+    COMPLETE,
+    GENESIS,
+    MAX_NAME,
+    MAX_REASON,
+    QUORUM,
+    Admission,
+    AmendBody,
+    Body,
+    CommitBody,
+    EndBody,
+    Entry,
+    EntryKind,
+    LockBody,
+    MalformedEntry,
+    MemberReward,
+    RosterBody,
+    ScoreBody,
+    parse,
+    public_key,
+    seal,
+    signed_by,
+    split,
+)
+from protocol.errors import UserError
+
+__all__ = [
+    "COMPLETE",
+    "GENESIS",
+    "MAGIC",
+    "MAX_NAME",
+    "MAX_REASON",
+    "QUORUM",
+    "Admission",
+    "AmendBody",
+    "Body",
+    "BrokenChain",
+    "Chain",
+    "CommitBody",
+    "Damage",
+    "EndBody",
+    "Entry",
+    "EntryKind",
+    "LedgerError",
+    "LedgerFile",
+    "LockBody",
+    "MalformedEntry",
+    "MemberReward",
+    "Reading",
+    "RosterBody",
+    "ScoreBody",
+    "check_fork",
+    "parse",
+    "public_key",
+    "read",
+    "read_bytes",
+    "seal",
+    "signed_by",
+    "step_of",
+]
+
+MAGIC = b"ESLEDG01"
+
+
+class LedgerError(UserError):
+    """A ledger file that cannot be used; the path and what to do are named."""
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """Where a file stops being a ledger: `offset` of the first bad entry, the `round` reached before it, what."""
+
+    offset: int
+    round: int
+    what: str
+
+    def __str__(self) -> str:
+        return f"damaged at byte {self.offset}, round {self.round}: {self.what}"
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a file holds: the verified chain up to the end or up to `problem`."""
+
+    chain: Chain
+    ended: bool
+    problem: Damage | None
+
+    def __str__(self) -> str:
+        if self.problem is not None:
+            return str(self.problem)
+        if self.ended:
+            return f"whole, ended after {self.chain.round} rounds"
+        return f"unfinished at round {self.chain.round}"
+
+
+def read_bytes(data: bytes) -> Reading:
+    """Verify a ledger's bytes from the first to the last; never raises, `problem` says where it went wrong."""
+    chain = Chain()
+    if data[: len(MAGIC)] != MAGIC:
+        return Reading(
+            chain, False, Damage(0, 0, f"no ledger: the file does not start with {MAGIC.decode()}")
+        )
+    offset = len(MAGIC)
+    if offset == len(data):
+        return Reading(chain, False, Damage(offset, 0, "cut before the first entry"))
+    while offset < len(data):
+        try:
+            raw = split(data, offset)
+            chain.append(raw)
+        except MalformedEntry as error:
+            return Reading(chain, False, Damage(offset, chain.round, str(error)))
+        except BrokenChain as error:
+            return Reading(chain, False, Damage(offset, chain.round, error.reason))
+        offset += len(raw)
+    return Reading(chain, chain.ended, None)
+
+
+def read(path: str | os.PathLike[str]) -> Reading:
+    """Read and verify a ledger file. LedgerError when it cannot be opened; damage is reported, not raised."""
+    try:
+        return read_bytes(Path(path).read_bytes())
+    except OSError as error:
+        raise LedgerError(f"cannot read the ledger {path}: {error.strerror}") from error
+
+
+class LedgerFile:
+    """A ledger file open for appending, read whole and trusted no further than its hashes (`read` verifies).
+
+    One writer at a time; the caller holds whatever lock that needs. Opening creates a missing file and cuts a
+    torn tail, an append that a crash interrupted, back to the last whole entry: `cut` then says what was cut, and
+    the bytes are kept beside the file as NAME.cut-OFFSET. OSError (full or read-only disk) passes.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.cut: Damage | None = None
+        new = not self.path.exists()
+        self._file = open(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644), "r+b")  # noqa: SIM115
+        try:
+            if new:
+                _sync_folder(self.path.parent)
+            self._load()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _load(self) -> None:
+        data = self._file.read()
+        if not MAGIC.startswith(data[: len(MAGIC)]):
+            raise LedgerError(
+                f"{self.path} is no ledger: it does not start with {MAGIC.decode()}; move it away"
+            )
+        self.entries: list[bytes] = []  # raw bytes of every whole entry
+        if len(data) < len(MAGIC):
+            self._rewrite_from(0, MAGIC)
+            return
+        offset = len(MAGIC)
+        while offset < len(data):
+            try:
+                raw = split(data, offset)
+            except MalformedEntry as error:
+                self._cut_back(data, offset, str(error))
+                return
+            self.entries.append(raw)
+            offset += len(raw)
+        self._file.seek(offset)
+
+    def _cut_back(self, data: bytes, offset: int, what: str) -> None:
+        """Drop everything from `offset` on, after saving it: a flipped length looks like a torn tail."""
+        self.cut = Damage(offset, _rounds(self.entries), what)
+        self.path.with_name(f"{self.path.name}.cut-{offset}").write_bytes(data[offset:])
+        self._rewrite_from(offset, b"")
+
+    def _rewrite_from(self, offset: int, data: bytes) -> None:
+        self._file.seek(offset)
+        self._file.truncate()
+        self._file.write(data)
+        self._sync()
+
+    def _sync(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def append(self, *raws: bytes) -> None:
+        """Write entries behind the others and flush them to the disk. On an OSError nothing is kept of them."""
+        end = self._file.tell()
+        try:
+            self._file.write(b"".join(raws))
+            self._sync()
+        except OSError:
+            self._file.truncate(end)
+            self._file.seek(end)
+            raise
+        self.entries += raws
+
+    def repair_from(self, entries: Sequence[bytes]) -> int:
+        """Complete the file from the journal's entries; returns how many were added.
+
+        LedgerError when the file holds a whole entry that the journal lacks: the journal is then an old copy or
+        another run's, and going on would sign a second history.
+        """
+        for height, raw in enumerate(self.entries):
+            if height >= len(entries) or entries[height] != raw:
+                raise LedgerError(
+                    f"{self.path} holds entry {height} which this run's journal does not have: the journal is older "
+                    "or of another run. Restore the right journal, or move the ledger file away"
+                )
+        missing = entries[len(self.entries) :]
+        if missing:
+            self.append(*missing)
+        return len(missing)
+
+    def close(self) -> None:
+        """Close the file; what was appended is already on the disk."""
+        self._file.close()
+
+    def __enter__(self) -> LedgerFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _rounds(raws: Sequence[bytes]) -> int:
+    return sum(parse(raw).kind is EntryKind.COMMIT for raw in raws)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a new file's name durable, where the system can."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,200 @@
+"""Messages to bytes and back. Nothing else parses what comes from the network.
+
+Pure. A frame is one msgpack array `[tag, field, ...]`. `decode` bounds it before it allocates (size, and lengths of
+texts, bytes and arrays, per row of the schema table), then checks every type, then every range. Whatever the bytes
+are, it returns a message or raises MalformedMessage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import msgpack
+import msgspec
+
+from protocol.entries import HASH, MAX_BODY, MAX_NAME, MAX_REASON, OVERHEAD, short
+from protocol.lock import MAX_MEMBERS
+from protocol.messages import (
+    RULE_BY_TAG,
+    RULE_BY_TYPE,
+    AnyMessage,
+    Commit,
+    Entries,
+    Fetch,
+    Hello,
+    Kind,
+    Message,
+    Result,
+    Rule,
+    Unit,
+    Welcome,
+)
+
+MAX_FRAME = max(rule.limit for rule in RULE_BY_TAG.values())  # what MAXMSGSIZE must let through
+MAX_ENTRIES = 1024  # entries in one Fetch or Entries
+MAX_UNITS = 64  # units named in one Hello or heartbeat
+MAX_CHUNKS = 4096  # chunk sums in one Result
+_U32 = 2**32 - 1
+_U64 = 2**64 - 1
+
+
+class MalformedMessage(Exception):
+    """Why a frame was refused, in words for the log. Its sender is at fault, or runs another version."""
+
+
+def encode(message: Message) -> bytes:
+    """One frame. ValueError when the message breaks its own rules: nothing unreadable is ever sent.
+
+    Reasons and verdicts are for people and often hold foreign text: they are cut to length instead.
+    """
+    rule = RULE_BY_TYPE[type(message)]
+    for name in ("reason", "verdict"):
+        if name in message.__struct_fields__:
+            message = msgspec.structs.replace(message, **{name: short(getattr(message, name))})
+    plain = msgspec.to_builtins(message, builtin_types=(bytes,))
+    frame = cast(bytes, msgpack.packb([rule.tag, *plain], use_bin_type=True))
+    if len(frame) > rule.limit:
+        raise ValueError(f"{type(message).__name__} of {len(frame)} bytes, the limit is {rule.limit}")
+    reason = _fault(message)
+    if reason:
+        raise ValueError(f"{type(message).__name__}: {reason}")
+    return frame
+
+
+def decode(frame: bytes, sender: str) -> AnyMessage:
+    """The message of one frame from a "node" or the "coordinator". Raises MalformedMessage and nothing else."""
+    rule = _rule(frame, sender)
+    name = rule.type.__name__
+    try:
+        plain = msgpack.unpackb(
+            frame,
+            raw=False,
+            use_list=True,
+            strict_map_key=True,
+            max_str_len=rule.limit,
+            max_bin_len=rule.limit,
+            max_array_len=min(rule.limit, MAX_CHUNKS),
+            max_map_len=0,
+            max_ext_len=0,
+        )
+        fields = plain[1:]
+        if rule.type is Hello:  # sent before a version is agreed: what later versions append is theirs
+            fields = fields[: len(Hello.__struct_fields__)]
+        # bytes are named as a plain type: otherwise msgspec would take base64 text for them
+        message = msgspec.convert(fields, rule.type, strict=True, builtin_types=(bytes,))
+    except (ValueError, TypeError, msgpack.exceptions.UnpackException, msgspec.ValidationError) as error:
+        raise MalformedMessage(f"{name}: {error or type(error).__name__}") from error
+    reason = _fault(message)
+    if reason:
+        raise MalformedMessage(f"{name}: {reason}")
+    return cast(AnyMessage, message)
+
+
+def _rule(frame: bytes, sender: str) -> Rule:
+    """The schema row of a frame, from its first bytes; sender and size are checked before anything is parsed."""
+    tag = -1
+    if len(frame) >= 2 and 0x91 <= frame[0] <= 0x9F:  # every message has 1 to 15 elements
+        tag = frame[1]
+    elif len(frame) >= 4 and frame[0] == 0xDC:  # a longer array: a later version with more fields
+        tag = frame[3]
+    rule = RULE_BY_TAG.get(tag)
+    if rule is None:
+        raise MalformedMessage("no message of this wire version: unknown tag or no array")
+    if rule.sender not in ("any", sender):
+        raise MalformedMessage(f"{rule.type.__name__} does not come from a {sender}")
+    if len(frame) > rule.limit:
+        raise MalformedMessage(f"{rule.type.__name__} of {len(frame)} bytes, the limit is {rule.limit}")
+    return rule
+
+
+# ---------------------------------------------------------------- ranges
+
+_WIDE = {"seed": _U64, "digest": _U64}  # every other integer is a u32
+_SMALL: dict[type[Message], dict[str, tuple[int, int]]] = {
+    Fetch: {"count": (1, MAX_ENTRIES)},
+    Unit: {"kind": (0, max(Kind)), "member": (0, MAX_MEMBERS - 1)},
+}
+_SIZES: dict[str, tuple[int, ...]] = {
+    "run": (HASH,),
+    "tip": (8,),
+    "parent": (8,),
+    "selftest": (8,),
+    "fingerprint": (8,),
+    "evidence": (8,),
+}
+_SIZES_OF: dict[type[Message], dict[str, tuple[int, ...]]] = {
+    Hello: {"run": (0, HASH), "tip": (0, HASH)},  # a newcomer knows neither run nor chain
+    Welcome: {"tip": (0, HASH)},
+}
+_LENGTHS = {"name": MAX_NAME, "backend": 64, "device": 200, "reason": MAX_REASON, "verdict": MAX_REASON}
+_COUNTS = {"units": MAX_UNITS, "entries": MAX_ENTRIES, "sums": MAX_CHUNKS, "times": 3}
+
+
+def _fault(message: Message) -> str:
+    """What is out of its range in a message whose types are right; empty when nothing is."""
+    for where, name, value in _values(message):
+        fault = _value_fault(type(where), name, value)
+        if fault:
+            return f"{name} {fault}"
+        if isinstance(value, Unit):
+            fault = _unit_fault(value)
+            if fault:
+                return fault
+    if isinstance(message, Result) and len(message.sums) != message.unit.last - message.unit.first + 1:
+        return f"{len(message.sums)} sums for chunks {message.unit.first} to {message.unit.last}"
+    if isinstance(message, Entries | Commit):
+        raws = message.entries if isinstance(message, Entries) else (message.entry,)
+        if any(not OVERHEAD < len(raw) <= OVERHEAD + MAX_BODY for raw in raws):
+            return "an entry of impossible size"
+    return ""
+
+
+def _values(message: Message) -> Iterator[tuple[Message, str, Any]]:
+    """(owner, field name, value) of every single value, those of units and tuples included."""
+    for name in message.__struct_fields__:
+        stack = [getattr(message, name)]
+        while stack:
+            value = stack.pop()
+            yield message, name, value
+            if isinstance(value, tuple):
+                stack.extend(value)
+            elif isinstance(value, Message):
+                yield from _values(value)
+
+
+def _value_fault(owner: type[Message], name: str, value: Any) -> str:
+    if isinstance(value, int):
+        low, high = _SMALL.get(owner, {}).get(name, (0, _WIDE.get(name, _U32)))
+        return "" if low <= value <= high else f"= {value}, outside {low} .. {high}"
+    if isinstance(value, float):
+        return "" if math.isfinite(value) else f"= {value}, not a finite number"
+    if isinstance(value, bytes):
+        sizes = _SIZES_OF.get(owner, {}).get(name) or _SIZES.get(name)
+        return "" if sizes is None or len(value) in sizes else f"of {len(value)} bytes"
+    if isinstance(value, str):
+        return "" if len(value) <= _LENGTHS[name] else f"of {len(value)} characters"
+    if isinstance(value, tuple) and name in _COUNTS:
+        return "" if len(value) <= _COUNTS[name] else f"with {len(value)} elements"
+    return ""
+
+
+def _unit_fault(unit: Unit) -> str:
+    if unit.first > unit.last or unit.last - unit.first >= MAX_CHUNKS:
+        return f"a unit of chunks {unit.first} to {unit.last}"
+    if unit.kind == Kind.PROBE and unit.member:
+        return f"a probe of member {unit.member}"
+    return ""
+
+
+def fitting(raws: Sequence[bytes]) -> tuple[bytes, ...]:
+    """As many of the first entries as one Entries message can carry (at least one, if there is one)."""
+    room = RULE_BY_TYPE[Entries].limit - 64
+    taken: list[bytes] = []
+    for raw in raws[:MAX_ENTRIES]:
+        room -= len(raw) + 5
+        if room < 0:
+            break
+        taken.append(raw)
+    return tuple(taken)
