@@ -1,0 +1,41 @@
+"""How both processes log: every line with time and level in one file, short lines on stderr.
+
+Lives here because coordinator and node do it alike. A parent that collects stderr in that very file gets each
+line once. Characters that could drive a terminal are replaced, since names come from other machines.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+
+class _Printable(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return "".join(char if char.isprintable() or char == "\n" else "?" for char in text)
+
+
+def start(path: Path, name: str) -> logging.Logger:
+    """The logger `name`, writing to `path` (folders made) and to stderr. Call once per process."""
+    logger = logging.getLogger(name)
+    logger.setLevel(logging.DEBUG if os.environ.get("ESNODE_DEBUG") else logging.INFO)
+    logger.propagate = False
+    path.parent.mkdir(parents=True, exist_ok=True)
+    to_file = logging.FileHandler(path, encoding="utf-8")
+    to_file.setFormatter(_Printable("%(asctime)s %(levelname)-7s %(message)s"))
+    logger.addHandler(to_file)
+    if not _same_file(path):
+        to_terminal = logging.StreamHandler(sys.stderr)
+        to_terminal.setFormatter(_Printable(f"{name}: %(message)s"))
+        logger.addHandler(to_terminal)
+    return logger
+
+
+def _same_file(path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(2), os.stat(path))
+    except OSError:  # stderr is closed
+        return False

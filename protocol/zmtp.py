@@ -1,0 +1,33 @@
+"""Socket settings both ends share, and what a message costs on the wire.
+
+Lives here because coordinator and node must agree on them. Opens nothing itself: `coordinator/gate.py` and
+`esnode/link.py` apply them.
+"""
+
+from __future__ import annotations
+
+HIGH_WATER = 64  # messages queued per peer and direction before sends are dropped
+LINGER_MS = 0  # nothing relies on delivery, so closing never waits
+FAREWELL_MS = 500  # except at a clean stop, where Bye and Release may leave first
+HANDSHAKE_MS = 10_000  # a connection that has not proved its key by then is closed
+CONNECT_TIMEOUT_MS = 3_000
+RECONNECT_MS = 100  # first retry; doubles up to
+RECONNECT_MAX_MS = 2_000
+HEARTBEAT_MS = 2_000  # the node pings, the coordinator answers; TTL makes both sides notice a dead peer
+HEARTBEAT_TIMEOUT_MS = 10_000
+ZAP_DOMAIN = b"esnode"
+
+_SHORT_FRAME, _LONG_FRAME, _SHORT_LIMIT = 2, 9, 255
+_CURVE_EXTRA = 33  # "\x07MESSAGE", 8 bytes of nonce, 16 of authenticator, 1 of flags
+
+
+def wire_size(body: int, encrypted: bool) -> int:
+    """Bytes on the TCP stream of one message with a body of `body` bytes (TCP/IP headers apart)."""
+    payload = body + _CURVE_EXTRA if encrypted else body
+    return payload + (_SHORT_FRAME if payload <= _SHORT_LIMIT else _LONG_FRAME)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether a `tcp://host:port` address can only be reached from this machine."""
+    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    return host in ("localhost", "::1") or host.startswith("127.")
