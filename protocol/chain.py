@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from typing import cast
 
 from protocol.entries import (
     COMPLETE,
@@ -28,7 +29,7 @@ from protocol.errors import UserError
 from protocol.fields import bf16
 from protocol.lock import MAX_MEMBERS, Lock, LockError, lock_from_bytes
 from protocol.seeds import member_seed, rounding_seed
-from protocol.shaping import Step, coefficients, make_step
+from protocol.shaping import Shaping, Step, coefficients, make_step
 
 
 class BrokenChain(UserError):
@@ -46,7 +47,7 @@ def step_of(lock: Lock, entry: Entry) -> Step | None:
     if not isinstance(body, CommitBody) or not lock.update:
         return None
     rewards = [member.reward for member in body.members]
-    found = coefficients(rewards, body.alpha, lock.shaping, lock.clip, lock.std_floor)  # type: ignore[arg-type]
+    found = coefficients(rewards, body.alpha, cast(Shaping, lock.shaping), lock.clip, lock.std_floor)
     seeds = [member.seed for member in body.members]
     return make_step(
         found, seeds, mirrored=lock.mirrored, rounding_seed=rounding_seed(lock.run_id, entry.round)
@@ -159,7 +160,7 @@ class Chain:
     # ------------------------------------------------------------ what may follow
 
     def append(self, item: bytes | Entry) -> Entry:
-        """Verify one entry against everything before it and take it in; BrokenChain with the reason if not."""
+        """Verify one entry against all before it and take it in; BrokenChain with the reason if not."""
         try:
             entry = parse(item) if isinstance(item, bytes) else item
         except MalformedEntry as error:

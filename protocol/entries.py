@@ -1,8 +1,8 @@
 """Ledger entries: their bytes, types and signatures, as docs/ledger-format.md describes them.
 
 Lives here: `Entry`, the payload of every kind, `seal` (payload to signed bytes), `parse` (bytes to a checked
-entry). What an entry means in its chain is `chain.py`'s business. Entries are hashed, signed and stored as bytes
-and never re-encoded: `Entry.raw` is what travels and what lies in the file.
+entry). What an entry means in its chain is `chain.py`'s business. Entries are hashed, signed and stored as
+bytes and never re-encoded: `Entry.raw` is what travels and what lies in the file.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class LockBody:
 
 @dataclass(frozen=True, slots=True)
 class CommitBody:
-    """Closes a round: what moves the weights. `voids` are (index, reason) of members that could not be had."""
+    """Closes a round: what moves the weights. `voids`: (index, reason) of members that could not be had."""
 
     alpha: float
     sigma: float
@@ -96,7 +96,7 @@ class RosterBody:
 
 @dataclass(frozen=True, slots=True)
 class AmendBody:
-    """New settings from round `from_round` on; None and () change nothing, `trusted` replaces the key list."""
+    """New settings from round `from_round` on; None and () change nothing, `trusted` replaces the list."""
 
     from_round: int
     alpha: float | None = None
@@ -107,7 +107,7 @@ class AmendBody:
 
 @dataclass(frozen=True, slots=True)
 class ScoreBody:
-    """Held-out result of the state after `state_round` commits; mean = fsum(sums) / prompts, a sum per chunk."""
+    """Held-out result of the state after `state_round` commits: mean = fsum(sums) / prompts, by chunk."""
 
     state_round: int
     prompts: int
@@ -287,7 +287,7 @@ def split(data: bytes, offset: int = 0) -> bytes:
 
 
 def parse(raw: bytes) -> Entry:
-    """One entry from exactly its bytes: structure, hash and types checked, not the signature. MalformedEntry."""
+    """One entry from its exact bytes: structure, hash and types checked, not signatures. MalformedEntry."""
     if len(split(raw)) != len(raw):
         raise MalformedEntry("bytes follow the entry")
     body = raw[4 : -HASH - SIGNATURE]

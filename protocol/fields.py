@@ -1,4 +1,4 @@
-"""Rules for single values of a plan or a lock: what is expected, in words, and the check that cleans the value.
+"""Rules for single values of a plan or a lock: what is expected, and the check that cleans the value.
 
 Pure. One rule serves both files, so that what the plan accepts is exactly what the lock's reader accepts.
 """

@@ -82,7 +82,7 @@ class LedgerError(UserError):
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """Where a file stops being a ledger: `offset` of the first bad entry, the `round` reached before it, what."""
+    """Where a file stops being a ledger: `offset` of the bad entry, the `round` reached before, what."""
 
     offset: int
     round: int
@@ -109,7 +109,7 @@ class Reading:
 
 
 def read_bytes(data: bytes) -> Reading:
-    """Verify a ledger's bytes from the first to the last; never raises, `problem` says where it went wrong."""
+    """Verify a ledger's bytes from first to last; never raises, `problem` says where it went wrong."""
     chain = Chain()
     if data[: len(MAGIC)] != MAGIC:
         return Reading(
@@ -142,8 +142,8 @@ class LedgerFile:
     """A ledger file open for appending, read whole and trusted no further than its hashes (`read` verifies).
 
     One writer at a time; the caller holds whatever lock that needs. Opening creates a missing file and cuts a
-    torn tail, an append that a crash interrupted, back to the last whole entry: `cut` then says what was cut, and
-    the bytes are kept beside the file as NAME.cut-OFFSET. OSError (full or read-only disk) passes.
+    torn tail, an append that a crash interrupted, back to the last whole entry: `cut` then says what was cut,
+    and the bytes are kept beside the file as NAME.cut-OFFSET. OSError (full or read-only disk) passes.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -197,7 +197,7 @@ class LedgerFile:
         os.fsync(self._file.fileno())
 
     def append(self, *raws: bytes) -> None:
-        """Write entries behind the others and flush them to the disk. On an OSError nothing is kept of them."""
+        """Write entries behind the others and flush them to disk. An OSError leaves the file as it was."""
         end = self._file.tell()
         try:
             self._file.write(b"".join(raws))
@@ -211,13 +211,13 @@ class LedgerFile:
     def repair_from(self, entries: Sequence[bytes]) -> int:
         """Complete the file from the journal's entries; returns how many were added.
 
-        LedgerError when the file holds a whole entry that the journal lacks: the journal is then an old copy or
-        another run's, and going on would sign a second history.
+        LedgerError when the file holds a whole entry that the journal lacks: the journal is then an old copy
+        or another run's, and going on would sign a second history.
         """
         for height, raw in enumerate(self.entries):
             if height >= len(entries) or entries[height] != raw:
                 raise LedgerError(
-                    f"{self.path} holds entry {height} which this run's journal does not have: the journal is older "
+                    f"{self.path} holds entry {height} which this run's journal lacks: the journal is older "
                     "or of another run. Restore the right journal, or move the ledger file away"
                 )
         missing = entries[len(self.entries) :]

@@ -1,7 +1,8 @@
 """The lock: what all replicas of a run agree on, as canonical bytes whose digest is the run id.
 
-Pure. Lives here: `Lock` and its parts, the canonical encoding, the strict reader, schedules and chunks. `plan.py`
-reads the user's side of it, `esnode.locking` resolves one into the other, who replays a run needs only a lock.
+Pure. Lives here: `Lock` and its parts, the canonical encoding, the strict reader, schedules and chunks.
+`plan.py` reads the user's side of it, `esnode.locking` resolves one into the other, who replays a run needs
+only a lock.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class LockError(UserError):
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One stored tensor of the base checkpoint: safetensors name, full shape, stored dtype ("bfloat16", ...)."""
+    """One stored tensor of the base checkpoint: safetensors name, shape, stored dtype, trained or not."""
 
     name: str
     shape: tuple[int, ...]
@@ -56,8 +57,8 @@ class TensorSpec:
 class Parent:
     """Where a fork starts: the state of run `run` after `round` commits.
 
-    `entry` is the hash of the commit that closed round `round - 1` (of the lock entry when `round` is 0), `digest`
-    the D of that state. `run` and `entry` are 64 hex digits.
+    `entry` is the hash of the commit that closed round `round - 1` (of the lock entry when `round` is 0),
+    `digest` the D of that state. `run` and `entry` are 64 hex digits.
     """
 
     run: str
@@ -168,7 +169,8 @@ class Lock:
     def reward_ok(self, value: float, prompts: int = 1) -> bool:
         """Whether `value` can be the sum of `prompts` rewards of the declared range.
 
-        Sums round: the range is widened by 2^-40 of its larger bound, so that an honest sum of extremes passes.
+        Sums round: the range is widened by 2^-40 of its larger bound, so that an honest sum of extremes
+        passes.
         """
         slack = max(abs(self.reward_low), abs(self.reward_high)) * 2.0**-40
         low, high = (self.reward_low - slack) * prompts, (self.reward_high + slack) * prompts
@@ -266,7 +268,7 @@ _RULES: dict[str, Rule] = {
 
 
 def lock_from_bytes(data: bytes) -> Lock:
-    """The lock of exactly these canonical bytes; LockError names a field that is unknown, missing or ill-typed."""
+    """The lock of exactly these canonical bytes; LockError names a field that is unknown, missing or bad."""
     if len(data) > MAX_LOCK_BYTES:
         raise LockError(f"a lock of {len(data)} bytes is larger than the limit of {MAX_LOCK_BYTES}")
     try:

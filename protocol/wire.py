@@ -1,8 +1,8 @@
 """Messages to bytes and back. Nothing else parses what comes from the network.
 
-Pure. A frame is one msgpack array `[tag, field, ...]`. `decode` bounds it before it allocates (size, and lengths of
-texts, bytes and arrays, per row of the schema table), then checks every type, then every range. Whatever the bytes
-are, it returns a message or raises MalformedMessage.
+Pure. A frame is one msgpack array `[tag, field, ...]`. `decode` bounds it before it allocates (size, and
+lengths of texts, bytes and arrays, per row of the schema table), then checks every type, then every range.
+Whatever the bytes are, it returns a message or raises MalformedMessage.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(frame: bytes, sender: str) -> AnyMessage:
-    """The message of one frame from a "node" or the "coordinator". Raises MalformedMessage and nothing else."""
+    """The message of one frame from a "node" or the "coordinator"; raises MalformedMessage, nothing else."""
     rule = _rule(frame, sender)
     name = rule.type.__name__
     try:
@@ -93,7 +93,7 @@ def decode(frame: bytes, sender: str) -> AnyMessage:
 
 
 def _rule(frame: bytes, sender: str) -> Rule:
-    """The schema row of a frame, from its first bytes; sender and size are checked before anything is parsed."""
+    """The schema row of a frame, from its first bytes; sender and size are checked before parsing."""
     tag = -1
     if len(frame) >= 2 and 0x91 <= frame[0] <= 0x9F:  # every message has 1 to 15 elements
         tag = frame[1]
