@@ -64,6 +64,11 @@ class RunFolder:
         return self.path / "final"
 
     @property
+    def answers(self) -> Path:
+        """Held-out answers before and after, made at the end."""
+        return self.path / "answers.json"
+
+    @property
     def coordinator(self) -> Path:
         return self.path / "coordinator"
 

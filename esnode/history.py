@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from protocol.chain import Chain
-from protocol.entries import CommitBody, ScoreBody
+from esnode.folder import RunFolder
+from protocol.entries import CommitBody, Entry, EntryKind, MalformedEntry, ScoreBody, parse, split
+from protocol.ledger import MAGIC, Chain
 from protocol.lock import Lock
 
 
@@ -72,15 +74,20 @@ def reward_unit(lock: Lock) -> str:
 
 def of_chain(chain: Chain) -> History:
     """Every commit and score of a verified chain."""
-    rounds = [
-        _round(entry.round, entry.body) for entry in chain.commits if isinstance(entry.body, CommitBody)
-    ]
-    heldout = [
-        HeldOut(body.state_round, body.mean, body.correct, body.prompts)
-        for body in (entry.body for entry in chain.entries)
-        if isinstance(body, ScoreBody)
-    ]
-    return History(chain.lock, tuple(rounds), tuple(heldout), chain.ended)
+    history = History(chain.lock, (), (), False)
+    for entry in chain.entries:
+        history = _with(history, entry)
+    return history
+
+
+def _with(history: History, entry: Entry) -> History:
+    body = entry.body
+    if isinstance(body, CommitBody):
+        return replace(history, rounds=(*history.rounds, _round(entry.round, body)))
+    if isinstance(body, ScoreBody):
+        score = HeldOut(body.state_round, body.mean, body.correct, body.prompts)
+        return replace(history, heldout=(*history.heldout, score))
+    return replace(history, ended=True) if entry.kind is EntryKind.END else history
 
 
 def _round(number: int, body: CommitBody) -> Round:
@@ -100,12 +107,125 @@ def _round(number: int, body: CommitBody) -> Round:
     )
 
 
-def lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a .jsonl file; nothing when it is missing. A last line cut by a crash is left out."""
-    try:
-        text = path.read_bytes()
-    except FileNotFoundError:
-        return
-    for line in text.split(b"\n")[:-1]:  # what follows the last newline is still being written
-        if line.strip():
-            yield json.loads(line)
+@dataclass
+class Costs:
+    """What a run has spent, folded from the rows of units.jsonl and metrics.jsonl. Times in milliseconds."""
+
+    units: int = 0
+    tokens: int = 0
+    floored: int = 0
+    perturb: int = 0
+    generate: int = 0
+    score: int = 0
+    update_each: float = 0.0  # of one node, the median of all
+    nodes: set[str] = field(default_factory=set)
+    bytes_by_type: Counter[str] = field(default_factory=Counter)
+    members_bytes: int = 0  # Assign, Result and Ack of member units: what one more member costs
+    round_seconds: list[float] = field(default_factory=list)
+    first_time: float | None = None
+    last_time: float | None = None
+
+    def add_unit(self, row: Mapping[str, Any]) -> None:
+        """One accepted result."""
+        self.units += 1
+        self.nodes.add(str(row["node"]))
+        self.tokens += row["tokens"]
+        self.floored += row["floored"]
+        perturb, generate, score = row["times"]
+        self.perturb += perturb
+        self.generate += generate
+        self.score += score
+        self.members_bytes += sum(row.get("bytes", {}).values())
+        self._seen(row["time"])
+
+    def add_metric(self, row: Mapping[str, Any]) -> None:
+        """One commit (other rows are ignored)."""
+        self._seen(row["time"])
+        if row["kind"] != "commit":
+            return
+        for direction in ("bytes_in", "bytes_out"):
+            self.bytes_by_type.update(row.get(direction, {}))
+        self.round_seconds.append(row["seconds"])
+        self.update_each += row["update_ms"]
+
+    def _seen(self, moment: float) -> None:
+        self.first_time = moment if self.first_time is None else min(self.first_time, moment)
+        self.last_time = moment if self.last_time is None else max(self.last_time, moment)
+
+    @property
+    def update(self) -> float:
+        """Of all nodes together: each of them applies every commit."""
+        return self.update_each * len(self.nodes)
+
+    @property
+    def busy(self) -> float:
+        """Milliseconds that nodes worked, all kinds of work together."""
+        return self.perturb + self.generate + self.score + self.update
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Share of each kind of work in all of it; empty before the first unit."""
+        parts = {
+            "generate": self.generate,
+            "perturb": self.perturb,
+            "update": self.update,
+            "score": self.score,
+        }
+        return {name: part / self.busy for name, part in parts.items()} if self.busy else {}
+
+
+class Tail:
+    """Follows a growing .jsonl file: each call returns the complete lines since the last one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._offset = 0
+
+    def new(self) -> list[dict[str, Any]]:
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                text = file.read()
+        except FileNotFoundError:
+            return []
+        whole = text[: text.rfind(b"\n") + 1]  # what follows is still being written
+        self._offset += len(whole)
+        return [json.loads(line) for line in whole.splitlines() if line.strip()]
+
+
+class LedgerTail:
+    """Follows a growing ledger. Entries are parsed, not verified: this feeds a display, nothing else."""
+
+    def __init__(self, path: Path, lock: Lock) -> None:
+        self.path = path
+        self.history = History(lock, (), (), False)
+        self._offset = len(MAGIC)
+
+    def refresh(self) -> History:
+        """The history with whatever entries have come since the last call."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return self.history
+        at = 0
+        while at < len(data):
+            try:
+                raw = split(data, at)
+            except MalformedEntry:  # half an entry: the rest comes with a later call
+                break
+            self.history = _with(self.history, parse(raw))
+            at += len(raw)
+        self._offset += at
+        return self.history
+
+
+def costs_of(folder: RunFolder) -> Costs:
+    """Everything the folder's metrics say was spent so far."""
+    costs = Costs()
+    for row in Tail(folder.units).new():
+        costs.add_unit(row)
+    for row in Tail(folder.metrics).new():
+        costs.add_metric(row)
+    return costs

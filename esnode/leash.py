@@ -14,7 +14,10 @@ import runpy
 import signal
 import sys
 import threading
+import traceback
 from typing import NoReturn
+
+EXIT_BUG = 70
 
 
 def _die_with_parent() -> NoReturn:
@@ -32,7 +35,12 @@ def main() -> None:
     threading.Thread(target=_die_with_parent, name="leash", daemon=True).start()
     module, *arguments = sys.argv[1:]
     sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except Exception:
+        # Python's own exit code for this is 1, which here means a refusal that trying again cannot mend.
+        traceback.print_exc()
+        sys.exit(EXIT_BUG)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from protocol import ledger as ledger_file
+from protocol import plan
 from protocol.errors import UserError
 from protocol.ledger import Chain, Damage, Entry, EntryKind
 from protocol.lock import Lock
@@ -85,13 +86,17 @@ class Rebuilt:
     """The weights of one round in an engine. `digest` is their D, the ledger's own where it states one."""
 
     engine: Engine
-    lock: Lock
+    ledger: Ledger
     model: ModelFolder
     round: int
     digest: int
     compared: int  # digests that the ledger states and replay gave too
     load_seconds: float
     replay_seconds: float
+
+    @property
+    def lock(self) -> Lock:
+        return self.ledger.lock
 
 
 def open_ledger(path: str | Path) -> Ledger:
@@ -148,20 +153,50 @@ def at(
     wanted = opened.rounds if round is None else round
     if not 0 <= wanted <= opened.rounds:
         raise NoSuchRound(f"{opened.path} has rounds 0 to {opened.rounds}, there is no round {wanted}.")
+    return advance(start(opened, base, threads=threads, backend=backend, tell=tell), wanted, tell)
+
+
+def start(
+    ledger: Ledger,
+    base: str | None = None,
+    *,
+    threads: int | None = None,
+    backend: str | None = None,
+    tell: Tell = silent,
+) -> Rebuilt:
+    """The weights of round 0 in an engine, for `advance`. Arguments and errors as of `at`."""
     from esnode import models
     from esnode.engines import transformers_engine
 
-    started = time.monotonic()
-    model = models.resolve(base or opened.lock.model)
+    began = time.monotonic()
     tell("loading the base model", 0, 1)
-    engine = transformers_engine.load(opened.lock, model.path, threads=threads, backend=backend)
-    loaded = time.monotonic()
-    require_start(opened.lock, engine.digest(), model)
-    compared = replay(engine, opened.chain, wanted, tell)
+    model = models.resolve(base or _usual_base(ledger))
+    engine = transformers_engine.load(ledger.lock, model.path, threads=threads, backend=backend)
     digest = engine.digest()
-    return Rebuilt(
-        engine, opened.lock, model, wanted, digest, compared, loaded - started, time.monotonic() - loaded
+    require_start(ledger.lock, digest, model)
+    tell("loading the base model", 1, 1)
+    return Rebuilt(engine, ledger, model, 0, digest, 0, time.monotonic() - began, 0.0)
+
+
+def advance(rebuilt: Rebuilt, round: int, tell: Tell = silent) -> Rebuilt:
+    """Fold further rounds into an engine that holds those up to `rebuilt.round`. Raises WrongWeights."""
+    began = time.monotonic()
+    compared = replay(rebuilt.engine, rebuilt.ledger.chain, rebuilt.round, round, tell)
+    return replace(
+        rebuilt,
+        round=round,
+        digest=rebuilt.engine.digest(),
+        compared=rebuilt.compared + compared,
+        replay_seconds=rebuilt.replay_seconds + time.monotonic() - began,
     )
+
+
+def _usual_base(ledger: Ledger) -> str:
+    """Where the base model most likely is: what the plan beside the ledger says, else the lock's label."""
+    beside = ledger.path.parent / "plan.toml"
+    if beside.is_file():
+        return plan.parse(beside.read_text(encoding="utf-8")).model
+    return ledger.lock.model
 
 
 def require_start(lock: Lock, digest: int, model: ModelFolder) -> None:
@@ -173,22 +208,23 @@ def require_start(lock: Lock, digest: int, model: ModelFolder) -> None:
         )
 
 
-def entries_until(chain: Chain, round: int) -> list[Entry]:
-    """The entries that lead to the weights after `round` commits."""
-    if round == 0:
-        return []
-    last = chain.commits[round - 1]
-    return chain.entries[: chain.entries.index(last) + 1]
+def entries_between(chain: Chain, first: int, last: int) -> list[Entry]:
+    """The entries that lead from the weights after `first` commits to those after `last`."""
+    heights = [
+        0,
+        *(height for height, entry in enumerate(chain.entries, 1) if entry.kind is EntryKind.COMMIT),
+    ]
+    return chain.entries[heights[first] : heights[last]]
 
 
-def replay(engine: Engine, chain: Chain, round: int, tell: Tell = silent) -> int:
-    """Fold the entries up to `round` into freshly loaded weights; returns how many stated digests were met.
+def replay(engine: Engine, chain: Chain, first: int, last: int, tell: Tell = silent) -> int:
+    """Fold the rounds `first` to `last` into the weights; returns how many stated digests were met.
 
     WrongWeights at the first round after which the weights are not those the ledger records.
     """
-    entries = entries_until(chain, round)
+    entries = entries_between(chain, first, last)
     compared = 0
-    done = 0
+    done = first
     for batch in _batches(entries):
         digests = engine.apply(batch)
         done += sum(entry.kind is EntryKind.COMMIT for entry in batch)
@@ -197,12 +233,12 @@ def replay(engine: Engine, chain: Chain, round: int, tell: Tell = silent) -> int
             stated = chain.digest_at(state)
             if stated is not None and stated != digest:
                 raise WrongWeights(
-                    f"after round {state} of {round} replay gives digest {digest:016x}, the ledger "
+                    f"after round {state} of {last} replay gives digest {digest:016x}, the ledger "
                     f"states {stated:016x}. This machine's arithmetic differs (see `esnode doctor`), or the "
                     "ledger was made by other code."
                 )
             compared += stated is not None and entry.kind is EntryKind.COMMIT
-        tell("replaying rounds", done, round)
+        tell("replaying rounds", done, last)
     return compared
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,23 +31,13 @@ THREADS = click.option(
 )
 
 
-@contextmanager
-def told() -> Iterator[Tell]:
-    """A progress bar on stderr for the steps of a rebuild; silent where stderr is no terminal."""
+def told() -> AbstractContextManager[Tell]:
+    """Progress bars on stderr, so that stdout stays the result."""
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
-    with Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal) as bar:
-        tasks: dict[str, int] = {}
+    from esnode import progress
 
-        def tell(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(what, total=total)
-            bar.update(tasks[what], completed=done, total=total)
-
-        yield tell
+    return progress.bars(Console(stderr=True))
 
 
 @click.command()

@@ -1,0 +1,136 @@
+"""Everything before the first round: plan from words and flags, its lock, keys, the folder's first files.
+
+Each step leaves a folder that `esnode run --resume` can continue: the plan is written first, the lock last,
+and a folder without a lock is locked again from its plan. Called by `run.py` and `fork.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from esnode.folder import RunFolder, write_file
+from esnode.rebuild import Tell
+from protocol import keys, plan
+from protocol.entries import public_key
+from protocol.errors import UserError
+from protocol.lock import Lock, lock_from_bytes
+from protocol.plan import Plan
+from protocol.template import template
+
+DEMO_MODEL = "demo"
+DEMO_TASK = "short-answers"
+
+
+class RequestError(UserError):
+    """Flags that contradict each other or the folder."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the user asked for. None means: the plan's or the default."""
+
+    out: Path | None = None
+    resume: bool = False
+    plan: Path | None = None
+    task: str | None = None
+    model: str | None = None
+    rounds: int | None = None
+    nodes: int = 2
+    threads: int = 1
+
+
+def draft(request: Request) -> str:
+    """The text of plan.toml: the file as it is, or a template, with the flags written into it."""
+    if request.plan is None:
+        text = template(request.task or DEMO_TASK, request.model or DEMO_MODEL)
+    else:
+        try:
+            text = request.plan.read_text(encoding="utf-8")
+        except OSError as error:
+            raise RequestError(f"cannot read the plan {request.plan}: {error.strerror}.") from error
+        except UnicodeDecodeError as error:
+            raise RequestError(
+                f"the plan {request.plan} is no text file (byte {error.start} is not UTF-8)."
+            ) from error
+    written = plan.parse(text)
+    wanted = _with_flags(written, request)
+    return text if wanted == written else plan.render(wanted)
+
+
+def _with_flags(written: Plan, request: Request) -> Plan:
+    model = request.model or written.model
+    if Path(model).exists():  # a later --resume or verify may run in another directory
+        model = str(Path(model).resolve())
+    rounds = written.ops.rounds if request.rounds is None else request.rounds
+    return plan.changed(written, model=model, task=request.task or written.task, rounds=rounds)
+
+
+def signing_seed() -> bytes:
+    """This user's own signing key, made at first use: the same plan of the same user is the same run."""
+    return keys.new_signing_file(keys.user_signing_file())
+
+
+def settle(folder: RunFolder, request: Request, tell: Tell) -> Lock:
+    """Bring the folder to the point where processes can start, and return its lock."""
+    if not folder.is_run:
+        write_file(folder.plan, draft(request).encode())
+    else:
+        _adjust(folder, request)
+    lock = lock_of(folder) if folder.lock.exists() else _lock(folder, tell)
+    keys.write_signing(folder.coordinator / "signing.key", signing_seed())
+    return lock
+
+
+def _adjust(folder: RunFolder, request: Request) -> None:
+    """Take the flags that may change while a run lasts; refuse the others."""
+    for flag, value in (("--plan", request.plan), ("--task", request.task), ("--model", request.model)):
+        if value is not None:
+            raise RequestError(
+                f"{flag} cannot change a run that exists: {folder.path} is locked to its plan. "
+                "Start another run, or fork this one (`esnode fork --help`)."
+            )
+    if request.rounds is not None:
+        written = plan.parse(folder.plan.read_text(encoding="utf-8"))
+        if written.ops.rounds != request.rounds:
+            wanted = plan.changed(written, rounds=request.rounds)
+            write_file(folder.plan, plan.render(wanted).encode())
+
+
+def _lock(folder: RunFolder, tell: Tell) -> Lock:
+    from esnode import locking
+
+    parsed = plan.parse(folder.plan.read_text(encoding="utf-8"))
+    lock, data, _model = locking.resolve(parsed, trusted=[public_key(signing_seed()).hex()], progress=tell)
+    write_file(folder.task, data)
+    write_file(folder.lock, lock.to_bytes())
+    return lock
+
+
+def discard(folder: RunFolder) -> None:
+    """Take back the first files of a run that could not be locked, and the folder if that leaves it empty."""
+    if folder.lock.exists():
+        return
+    for path in (folder.plan, folder.task, folder.busy):
+        path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # it holds something of the user's
+        folder.path.rmdir()
+
+
+def lock_of(folder: RunFolder) -> Lock:
+    """The folder's lock."""
+    return lock_from_bytes(folder.lock.read_bytes())
+
+
+def admit(folder: RunFolder, names: Sequence[str]) -> None:
+    """Make each node's key and write the list of those the coordinator lets in. Names once admitted stay."""
+    roster_file = folder.coordinator / "roster.json"
+    roster = keys.read_roster(roster_file)
+    for name in names:
+        secret = keys.new_curve_file(folder.node(name) / "curve.key")
+        roster.setdefault(keys.curve_public(secret), name)
+    keys.write_roster(roster_file, roster)

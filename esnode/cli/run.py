@@ -1,0 +1,90 @@
+"""The commands that run: run, status."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.option(
+    "--plan", type=click.Path(path_type=Path, dir_okay=False), help="Plan file [default: the demo's]."
+)
+@click.option("--task", metavar="TASK", help="Task, instead of the plan's [default: short-answers].")
+@click.option(
+    "--model", metavar="MODEL", help="Hub id, folder or .gguf file, instead of the plan's [default: demo]."
+)
+@click.option("--nodes", type=click.IntRange(1, 64), default=2, show_default=True, help="Node processes.")
+@click.option(
+    "--threads", type=click.IntRange(min=1), default=1, show_default=True, help="CPU threads per node."
+)
+@click.option("--rounds", type=click.IntRange(min=1), metavar="R", help="Rounds, instead of the plan's.")
+@click.option(
+    "--out", type=click.Path(path_type=Path, file_okay=False), help="Run folder [default: runs/TASK-TIME]."
+)
+@click.option("--resume", is_flag=True, help="Continue the run in --out, or the newest one under runs/.")
+def run(
+    plan: Path | None,
+    task: str | None,
+    model: str | None,
+    nodes: int,
+    threads: int,
+    rounds: int | None,
+    out: Path | None,
+    resume: bool,
+) -> None:
+    """Train on this machine: a coordinator and some nodes as separate processes on loopback.
+
+    Without flags it trains the demo model on short questions, which takes a few minutes on two cores.
+    Several nodes of one thread are faster than one node of several. Ctrl-C keeps everything; --resume
+    continues, to the same bits as a run that was never stopped if the plan says `repeatable = true`.
+
+    \b
+    Examples:
+      esnode run
+      esnode run --task conciseness --rounds 8
+      esnode run --plan plan.toml --nodes 4 --out runs/mine
+      esnode run --resume --out runs/mine
+    """
+    from rich.console import Console
+
+    from esnode.begin import Request
+    from esnode.run import run as start
+
+    request = Request(
+        out=out,
+        resume=resume,
+        plan=plan,
+        task=task,
+        model=model,
+        rounds=rounds,
+        nodes=nodes,
+        threads=threads,
+    )
+    sys.exit(start(request, Console()))
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
+@click.option("--json", "as_json", is_flag=True, help="Print the coordinator's status as JSON.")
+def status(folder: Path, as_json: bool) -> None:
+    """Show where the run in FOLDER stands: rounds, members, nodes, scores.
+
+    Asks the running coordinator; of a run that is not running it shows what its files say.
+
+    \b
+    Example:
+      esnode status runs/mine
+    """
+    from rich.console import Console
+
+    from esnode import standing
+
+    now = standing.of(folder)
+    if as_json:
+        click.echo(json.dumps(now.as_json(), indent=1))
+    else:
+        Console().print(now.view())

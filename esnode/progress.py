@@ -1,0 +1,180 @@
+"""A run while it lasts, as a picture in the terminal or a line per round; and bars for the steps around it.
+
+`view` and `line` are pure: from what the files and the coordinator say (`Snapshot`) to rich renderables.
+Called by `run.py`, `cli/run.py` and `cli/ledger.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from esnode.history import Costs, HeldOut, History, Round
+from esnode.rebuild import Tell
+from esnode.sketch import sparkline
+
+STAGES = ("generate", "perturb", "update", "score")
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Everything one frame shows. `status` is the coordinator's own, {} while it does not answer."""
+
+    history: History
+    costs: Costs
+    status: Mapping[str, Any]
+    rounds: int
+    elapsed: float  # seconds since this process started
+    folder: str
+    restarts: int = 0
+
+    @property
+    def eta(self) -> float | None:
+        """Seconds left, from the usual length of the last rounds; None before the first commit."""
+        recent = self.costs.round_seconds[-5:]
+        left = self.rounds - len(self.history.rounds)
+        return left * sum(recent) / len(recent) if recent else None
+
+
+def view(now: Snapshot) -> Panel:
+    """One frame."""
+    history = now.history
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(ratio=1)
+    grid.add_row("round", _bar(len(history.rounds), now.rounds, _left(now)))
+    done, total = _members(now)
+    grid.add_row("members", _bar(done, total, f"{done} of {total}"))
+    grid.add_row("reward", _reward(history))
+    grid.add_row("held-out", _heldout(history))
+    grid.add_row("speed", _speed(now))
+    grid.add_row("traffic", _traffic(now))
+    grid.add_row("time", _shares(now.costs))
+    for name, doing in _nodes(now.status):
+        grid.add_row(name, doing)
+    hint = Text("Ctrl-C stops cleanly and keeps everything", style="dim")
+    title = f"[b]{history.title}[/b]  run {history.lock.run_id.hex()[:12]}"
+    return Panel(Group(grid, hint), title=title, title_align="left", border_style="cyan")
+
+
+def line(row: Round, held: HeldOut | None, costs: Costs, rounds: int) -> str:
+    """One closed round in words, for logs and pipes."""
+    parts = [f"round {row.round + 1}/{rounds}", f"reward {row.mean:.4f} (best {row.best:.4f})"]
+    if held:
+        parts.append(f"held-out {held.mean:.4f}")
+    if row.void:
+        parts.append(f"{row.void} members void")
+    if row.round < len(costs.round_seconds):
+        parts.append(f"{costs.round_seconds[row.round]:.1f} s")
+    return "  ".join(parts)
+
+
+@contextmanager
+def bars(console: Console) -> Iterator[Tell]:
+    """A progress bar per step in a terminal, one line per step elsewhere."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
+    with Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal) as shown:
+        steps: dict[str, TaskID] = {}
+
+        def tell(what: str, done: int, total: int) -> None:
+            if what not in steps:
+                steps[what] = shown.add_task(what, total=total)
+                if not console.is_terminal:
+                    console.print(what)
+            shown.update(steps[what], completed=done, total=total)
+
+        yield tell
+
+
+def clock(seconds: float) -> str:
+    """75 -> "1:15", 3700 -> "1:01:40"."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def size(count: float) -> str:
+    """Bytes for people: "812 B", "1.2 KB", "3.4 MB"."""
+    for unit in ("B", "KB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"
+
+
+def _bar(done: int, total: int, words: str) -> Table:
+    row = Table.grid(padding=(0, 2))
+    row.add_row(ProgressBar(total=max(total, 1), completed=done, width=32), words)
+    return row
+
+
+def _left(now: Snapshot) -> str:
+    done = f"{len(now.history.rounds)} of {now.rounds}, {clock(now.elapsed)} gone"
+    return done if now.eta is None else f"{done}, {clock(now.eta)} to go"
+
+
+def _members(now: Snapshot) -> tuple[int, int]:
+    current = now.status.get("round", {})
+    return int(current.get("done", 0)), int(current.get("members", now.history.lock.members))
+
+
+def _reward(history: History) -> str:
+    if not history.rounds:
+        return "the first round is being measured"
+    means = [row.mean for row in history.rounds]
+    last = history.rounds[-1]
+    return f"mean {last.mean:.4f}, best {last.best:.4f}   {sparkline(means, 40)}"
+
+
+def _heldout(history: History) -> str:
+    if not history.heldout:
+        return "not measured yet"
+    first, last = history.heldout[0], history.heldout[-1]
+    words = f"{last.mean:.4f} after {last.round} rounds, {last.correct} of {last.prompts} correct"
+    if last is not first:
+        words += f"   ({last.mean - first.mean:+.4f} since round {first.round})"
+    return words
+
+
+def _speed(now: Snapshot) -> str:
+    costs = now.costs
+    if not costs.units:
+        return "-"
+    spent = max((costs.last_time or 0) - (costs.first_time or 0), 1e-9)
+    words = [f"{costs.tokens / max(costs.busy / 1000, 1e-9):.0f} tokens/s per node"]
+    if spent > 1:
+        words.append(f"{costs.tokens / spent:.0f} tokens/s in all")
+    if costs.round_seconds:
+        words.append(f"{costs.round_seconds[-1]:.1f} s per round")
+    return ", ".join(words)
+
+
+def _traffic(now: Snapshot) -> str:
+    total = sum(now.costs.bytes_by_type.values())
+    rounds = len(now.history.rounds)
+    if not rounds:
+        return "-"
+    return f"{size(total / rounds)} per round, {size(total)} in all: seeds, rewards and housekeeping"
+
+
+def _shares(costs: Costs) -> str:
+    shares = costs.shares
+    return ", ".join(f"{name} {shares[name]:.0%}" for name in STAGES) if shares else "-"
+
+
+def _nodes(status: Mapping[str, Any]) -> list[tuple[str, str]]:
+    if not status:
+        return [("", "the coordinator is starting")]
+    nodes = status.get("nodes", [])
+    if not nodes:
+        return [("nodes", "paused: no node is connected yet (they load the model first)")]
+    return [(str(node["name"]), str(node.get("doing", ""))) for node in nodes]

@@ -1,0 +1,229 @@
+"""`esnode run`: a coordinator and its nodes as processes of this machine, from the plan to the report.
+
+Phases: take the folder, settle the plan (`begin.py`), train (here), finish (`finish.py`). Ctrl-C, SIGTERM
+and kill -9 in any of them leave a folder that `--resume` continues to the same bits: the truth is the
+coordinator's journal, and this process keeps nothing that matters. Called by `cli/run.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+
+from esnode import admin, begin, finish, folder, progress, rebuild
+from esnode.begin import Request
+from esnode.board import Board
+from esnode.children import Child, ChildFailed, Children
+from esnode.folder import RunFolder
+from esnode.history import Costs, LedgerTail, Tail
+from esnode.progress import Snapshot
+from protocol import plan
+from protocol.errors import UserError
+from protocol.lock import Lock
+
+RUNS = Path("runs")
+LOOK_SECONDS = 0.25
+LISTEN_SECONDS = 60.0  # a coordinator that replays a long journal on a slow disk still makes it
+INTERRUPTED = 130
+
+
+class RunStopped(UserError):
+    """The processes ended although the run did not."""
+
+
+def run(request: Request, console: Console) -> int:
+    """Do it all; returns the exit code. UserError for whatever the user can mend."""
+    place = choose(request)
+    with interruptible():
+        descriptor = folder.occupy(place)
+        try:
+            _phases(place, request, console, descriptor)
+        except KeyboardInterrupt:
+            console.print(f"\nStopped; everything so far is kept. Continue with:\n  {resume_command(place)}")
+            return INTERRUPTED
+        finally:
+            os.close(descriptor)
+    return 0
+
+
+def choose(request: Request) -> RunFolder:
+    """The folder to work in: the one named, the newest one (`--resume` alone), or a new one under runs/."""
+    if request.resume:
+        return folder.open_run(request.out or newest(RUNS))
+    if request.out is not None:
+        return folder.create(request.out)
+    text = begin.draft(request)  # refuse a bad plan before anything is created
+    task = plan.parse(text).task
+    name = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in Path(task).stem)
+    return folder.create(RUNS / f"{name}-{datetime.now():%Y%m%d-%H%M%S}")
+
+
+def newest(runs: Path) -> Path:
+    """The run folder under `runs` whose files changed last."""
+    found = [path.parent for path in runs.glob("*/plan.toml")]
+    if not found:
+        raise folder.FolderError(f"there is no run under {runs}/ to resume; name its folder with --out.")
+    return max(found, key=lambda path: max(entry.stat().st_mtime for entry in path.iterdir()))
+
+
+def resume_command(place: RunFolder) -> str:
+    """What to type to continue."""
+    return f"esnode run --resume --out {place.path}"
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """SIGTERM and a closed terminal end a run as cleanly as Ctrl-C does."""
+
+    def interrupt(_signal: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _phases(place: RunFolder, request: Request, console: Console, descriptor: int) -> None:
+    folder.require_space(place)
+    console.print(f"run folder {place.path}")
+    try:
+        with progress.bars(console) as tell:
+            lock = begin.settle(place, request, tell)
+    except UserError:
+        begin.discard(place)
+        raise
+    console.print(
+        f"run {lock.run_id.hex()[:16]}: {lock.task} on {lock.model}, {lock.members} members per round"
+    )
+    if not _ended(place):
+        _train(place, lock, request, console, descriptor)
+    with progress.bars(console) as tell:
+        outcome = finish.finish(place, request.threads * request.nodes, tell)
+    finish.show(outcome, console)
+
+
+def _ended(place: RunFolder) -> bool:
+    return place.ledger.exists() and rebuild.open_ledger(place.ledger).ended
+
+
+# ---------------------------------------------------------------- training
+
+
+@dataclass
+class Watch:
+    """Everything the display follows, refreshed at each look."""
+
+    place: RunFolder
+    lock: Lock
+    rounds: int
+    ledger: LedgerTail
+    units: Tail
+    metrics: Tail
+    board: Board
+    costs: Costs = field(default_factory=Costs)
+    times: dict[int, float] = field(default_factory=dict)
+    began: float = field(default_factory=time.monotonic)
+    status: dict[str, Any] = field(default_factory=dict)
+
+    def look(self, restarts: int) -> Snapshot:
+        """Read what is new in the folder and ask the coordinator."""
+        for row in self.units.new():
+            self.costs.add_unit(row)
+        for row in self.metrics.new():
+            self.costs.add_metric(row)
+            if row["kind"] == "commit":
+                self.times[row["round"]] = row["time"]
+        past = self.ledger.refresh()
+        self.board.update(past, self.times)
+        try:
+            self.status = admin.ask(self.place.path, "status", wait=1.0)
+        except admin.NoCoordinator:
+            self.status = {}
+        elapsed = time.monotonic() - self.began
+        return Snapshot(past, self.costs, self.status, self.rounds, elapsed, str(self.place.path), restarts)
+
+
+def _train(place: RunFolder, lock: Lock, request: Request, console: Console, descriptor: int) -> None:
+    """Run coordinator and nodes until the ledger has its END entry."""
+    rounds = plan.parse(place.plan.read_text(encoding="utf-8")).ops.rounds
+    names = [f"node-{number}" for number in range(1, request.nodes + 1)]
+    begin.admit(place, names)
+    board = Board(place)
+    watch = Watch(
+        place, lock, rounds, LedgerTail(place.ledger, lock), Tail(place.units), Tail(place.metrics), board
+    )
+    children = Children()
+    try:
+        _start(place, names, request.threads, descriptor, children)
+        _follow(watch, children, console)
+        children.wait(folder.STALE_WAIT)
+    finally:
+        children.stop()
+        watch.look(children.restarts)
+        board.close()
+    if not _ended(place):
+        raise RunStopped(
+            f"the coordinator was stopped before the last round. Continue with `{resume_command(place)}`."
+        )
+
+
+def _start(place: RunFolder, names: list[str], threads: int, descriptor: int, children: Children) -> None:
+    address_file = place.coordinator / "address"
+    address_file.unlink(missing_ok=True)
+    arguments = ("--data", str(place.path), "--bind", "tcp://127.0.0.1:0")
+    log = place.log("coordinator")
+    children.add(Child("coordinator", "coordinator.server", arguments, log, keep_open=(descriptor,)))
+    deadline = time.monotonic() + LISTEN_SECONDS
+    while not address_file.exists():
+        children.look(time.monotonic())
+        if time.monotonic() > deadline:
+            raise ChildFailed(f"the coordinator does not start to listen; its log is {log}.")
+        time.sleep(0.05)
+    for name in names:
+        children.add(_node(place, name, threads, descriptor))
+
+
+def _node(place: RunFolder, name: str, threads: int, descriptor: int) -> Child:
+    arguments = ("--run", str(place.path), "--name", name, "--threads", str(threads))
+    environment = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"), str(threads))
+    return Child(name, "esnode.daemon", arguments, place.log(name), environment, (descriptor,))
+
+
+def _follow(watch: Watch, children: Children, console: Console) -> None:
+    """Show the run until the coordinator ends."""
+    coordinator = children.all["coordinator"]
+    shown = len(watch.ledger.refresh().rounds)  # those of before a resume are no news
+    if not console.is_terminal:
+        while coordinator.code is None:
+            children.look(time.monotonic())
+            shown = _print_rounds(watch.look(children.restarts), shown, console)
+            time.sleep(LOOK_SECONDS)
+        _print_rounds(watch.look(children.restarts), shown, console)
+        return
+    with Live(console=console, transient=True, auto_refresh=False) as live:
+        while coordinator.code is None:
+            children.look(time.monotonic())
+            live.update(progress.view(watch.look(children.restarts)), refresh=True)
+            time.sleep(LOOK_SECONDS)
+
+
+def _print_rounds(now: Snapshot, shown: int, console: Console) -> int:
+    """Print the rounds that closed since; returns how many have been printed."""
+    held = {score.round: score for score in now.history.heldout}
+    for row in now.history.rounds[shown:]:
+        console.print(progress.line(row, held.get(row.round), now.costs, now.rounds), highlight=False)
+    return len(now.history.rounds)
