@@ -38,10 +38,13 @@ __all__ = [
     "TensorSpec",
     "bf16",
     "changed",
+    "default_of",
     "lock_from_bytes",
     "parse",
     "render",
+    "render_value",
     "resolve_slice",
+    "template",
 ]
 
 
@@ -162,6 +165,8 @@ def _remedy(row: PlanField, value: Any) -> str:
         return f"one member has nothing to be compared with: write 2 to {MAX_MEMBERS}"
     if row.rule is ALPHAS and isinstance(value, int | float) and value < 0:
         return "must be above 0: to walk down a reward negate the reward, to stand still write update = false"
+    if row.path == "run.task" and isinstance(value, Mapping):
+        return f'must be a name like task = "short-answers"; the task\'s own options go into [{OPTIONS}]'
     return f"must be {row.rule.expects}"
 
 
@@ -169,10 +174,9 @@ def _unknown(path: str) -> PlanError:
     """Name the nearest known key, or the table where the same key belongs."""
     table, _, key = path.rpartition(".")
     elsewhere = [row.table for row in FIELDS if row.key == key]
-    if path == "run.task" or elsewhere:
-        return PlanError(
-            f"{path} is not a field of [{table or 'the plan'}]: {key} belongs in [{elsewhere[0]}]"
-        )
+    if elsewhere:
+        where = f"[{table}]" if table else "the file's top"
+        return PlanError(f"{path} is not a field of {where}: {key} belongs in [{elsewhere[0]}]")
     if table in TABLES:
         keys = [row.key for row in FIELDS if row.table == table]
         near = difflib.get_close_matches(key, keys, 1)
@@ -184,7 +188,7 @@ def _unknown(path: str) -> PlanError:
 def _shown(value: Any) -> str:
     """A value in an error line, cut to a readable length."""
     try:
-        shown = _toml(value)
+        shown = render_value(value)
     except (TypeError, ValueError):
         shown = str(value)
     shown = shown.replace("\n", " ")
@@ -210,6 +214,13 @@ def _check(plan: Plan) -> None:
         )
 
 
+def default_of(row: PlanField) -> Any:
+    """What a field is when the file leaves it out; dataclasses.MISSING for a required one."""
+    owner: type[Any] = Ops if row.table == "ops" else Plan
+    value = next(f for f in fields(owner) if f.name == row.key).default
+    return value[0] if row.rule in SCHEDULES and isinstance(value, tuple) else value
+
+
 def changed(plan: Plan, **values: Any) -> Plan:
     """The plan with fields replaced (those of `[ops]` by their own names), under the same rules as a file."""
     ops = {key: values.pop(key) for key in [f.name for f in fields(Ops)] if key in values}
@@ -220,6 +231,13 @@ def changed(plan: Plan, **values: Any) -> Plan:
 
 
 # ---------------------------------------------------------------- writing
+
+
+def template(task: str, model: str) -> str:
+    """A commented plan with good values for a task; see `protocol.template`."""
+    from protocol.template import template as write
+
+    return write(task, model)
 
 
 def _tables(plan: Plan) -> dict[str, Any]:
@@ -241,23 +259,25 @@ def render(plan: Plan) -> str:
     table = ""
     for row in FIELDS:
         if row.table == "ops" != table and plan.task_options:
-            lines += ["", f"[{OPTIONS}]", *(f"{_key(k)} = {_toml(v)}" for k, v in plan.task_options.items())]
+            lines += ["", f"[{OPTIONS}]"]
+            lines += [f"{_key(key)} = {render_value(value)}" for key, value in plan.task_options.items()]
         if row.table != table:
             table = row.table
             lines += ["", f"[{table}]"]
         value = getattr(plan.ops if table == "ops" else plan, row.key)
         if row.rule in SCHEDULES and len(value) == 1:
             value = value[0]
-        lines.append(f"{row.key} = {_toml(value)}")
+        lines.append(f"{row.key} = {render_value(value)}")
     return "\n".join(lines[1:]) + "\n"
 
 
 def _key(key: str) -> str:
     bare = key.isascii() and key.replace("_", "").replace("-", "").isalnum()
-    return key if bare else _toml(key)
+    return key if bare else render_value(key)
 
 
-def _toml(value: Any) -> str:
+def render_value(value: Any) -> str:
+    """A value as TOML writes it. TypeError for what TOML has no word for."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):  # TOML's basic strings are JSON's, but for DEL
@@ -265,7 +285,7 @@ def _toml(value: Any) -> str:
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_key(k)} = {_toml(v)}" for k, v in value.items()) + "}"
+        return "{" + ", ".join(f"{_key(k)} = {render_value(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(_toml(item) for item in value) + "]"
+        return "[" + ", ".join(render_value(item) for item in value) + "]"
     raise TypeError(f"TOML has no word for {value!r}")

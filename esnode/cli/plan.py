@@ -1,0 +1,88 @@
+"""`esnode plan`: write, show and resolve plan files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from protocol.template import DEFAULT_TASK
+
+FILE = click.argument("file", type=click.Path(path_type=Path))
+
+
+@click.group()
+def plan() -> None:
+    """Write, check and resolve plan files.
+
+    \b
+    Example:
+      esnode plan new --task countdown --model Qwen/Qwen2.5-1.5B-Instruct > plan.toml
+      esnode plan show plan.toml
+      esnode run --plan plan.toml
+    """
+
+
+@plan.command(short_help="Write a commented plan to stdout.")
+@click.option("--task", default=DEFAULT_TASK, show_default=True, metavar="T", help="countdown, gym:NAME, ...")
+@click.option("--model", default="demo", show_default=True, metavar="M", help="Folder, .gguf file or hub id.")
+def new(task: str, model: str) -> None:
+    """Write a commented plan to stdout; it runs as it is.
+
+    \b
+    Example:
+      esnode plan new --task conciseness > plan.toml
+    """
+    from protocol.template import template
+
+    click.echo(template(task, model), nl=False)
+
+
+@plan.command(short_help="Check a plan or a lock and print it.")
+@FILE
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def show(file: Path, as_json: bool) -> None:
+    """Check FILE, a plan or a lock, and print what it says, defaults and rounded sigma included.
+
+    \b
+    Example:
+      esnode plan show runs/mine/lock.json
+    """
+    from esnode import planfile
+
+    found = planfile.read(file)
+    click.echo(planfile.as_json(found) if as_json else planfile.describe(found))
+
+
+@plan.command(short_help="Resolve a plan into a lock.")
+@FILE
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("lock.json"),
+    show_default=True,
+    metavar="PATH",
+    help="Where the lock goes.",
+)
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path),
+    metavar="PATH",
+    help="Where the task's data goes [default: nowhere].",
+)
+def lock(file: Path, out: Path, data: Path | None) -> None:
+    """Resolve the plan FILE into the lock that defines a run, and print the run id.
+
+    Reads the model and the task, so it needs the node extra. `esnode run` does this by itself; a coordinator
+    on a machine without torch is given the two files.
+
+    \b
+    Example:
+      esnode plan lock plan.toml --out lock.json --data task.jsonl
+    """
+    from esnode import planfile
+    from esnode.cli.ledger import told
+
+    with told() as tell:
+        resolved = planfile.resolve(file, out, data, tell)
+    click.echo(resolved.run_id.hex())

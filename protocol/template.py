@@ -1,0 +1,114 @@
+"""Commented plans that run as they are, for `esnode plan new` and for `esnode run` without a plan.
+
+Pure. The numbers per task were measured or published; what a task does not state is the default.
+"""
+
+from __future__ import annotations
+
+import difflib
+import textwrap
+from typing import Any
+
+from protocol.plan import PlanError, default_of, parse, render_value
+from protocol.plan_fields import FIELDS, OPTIONS
+
+# Per task: values by key, and where they come from.
+_PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "short-answers": (
+        "Likelihood of a short right answer: forward passes only, so a CPU is enough.",
+        {"members": 32, "mirrored": True, "sigma": 0.002, "alpha": 0.006, "rounds": 15},
+    ),
+    "conciseness": (
+        "Reward for answers as short as the target; generates 24 tokens per prompt.",
+        {"members": 16, "sigma": 0.002, "alpha": 0.002, "per_round": 16, "max_new_tokens": 24, "rounds": 8},
+    ),
+    "countdown": (
+        "Reach a number with the given ones; the settings of Qiu et al. (2025).",
+        {
+            "members": 30,
+            "sigma": 0.001,
+            "alpha": 0.0005,
+            "per_round": 200,
+            "max_new_tokens": 1024,
+            "rounds": 500,
+        },
+    ),
+    "arithmetic": (
+        "Small sums with one right number each; wants a model that gets some of them right already.",
+        {"members": 32, "mirrored": True, "sigma": 0.001, "alpha": 0.001, "per_round": 64, "rounds": 100},
+    ),
+    "gym": (
+        "A dataset of reasoning-gym with its own scorer.",
+        {
+            "members": 30,
+            "sigma": 0.001,
+            "alpha": 0.0005,
+            "per_round": 100,
+            "max_new_tokens": 512,
+            "rounds": 200,
+        },
+    ),
+    "file": (
+        "Questions and answers of your own.",
+        {"members": 30, "sigma": 0.001, "alpha": 0.0005, "rounds": 100},
+    ),
+    "likelihood": (
+        "Mean log-likelihood of your own targets: forward passes only, nothing is decoded.",
+        {"members": 32, "mirrored": True, "sigma": 0.002, "alpha": 0.006, "rounds": 15},
+    ),
+    "python": (
+        "Your own scoring function.",
+        {"members": 30, "sigma": 0.001, "alpha": 0.0005, "rounds": 100},
+    ),
+}
+_ARGUMENT = {"gym": "NAME", "file": "PATH.jsonl", "likelihood": "PATH.jsonl", "python": "FILE.py"}
+DEFAULT_TASK = "short-answers"
+
+
+def template(task: str = DEFAULT_TASK, model: str = "demo") -> str:
+    """A plan for a task (`countdown`, `gym:chain_sum`, ...) and a model, every field explained.
+
+    What the task does not set stands as a comment with its default. PlanError for an unknown task.
+    """
+    intro, preset = _preset(task)
+    stated = {"model": model, "task": task, **preset}
+    lines = [
+        f"# {intro}",
+        "# Every field: docs/plan.md. [run] is the run's identity, [ops] may change any time.",
+        "",
+    ]
+    lines += _tables(stated)
+    plan = "\n".join(lines) + "\n"
+    parse(plan)  # a model name that cannot be written down is refused here, with the field named
+    return plan
+
+
+def _preset(task: str) -> tuple[str, dict[str, Any]]:
+    name, colon, argument = task.partition(":")
+    if name not in _PRESETS:
+        near = difflib.get_close_matches(name, _PRESETS, 1)
+        known = ", ".join(f"{key}:{_ARGUMENT[key]}" if key in _ARGUMENT else key for key in _PRESETS)
+        raise PlanError(
+            f"run.task = {task!r}: {f'did you mean {near[0]}?' if near else f'must be one of {known}'}"
+        )
+    if bool(argument) != (name in _ARGUMENT) or (colon and not argument):
+        form = f"{name}:{_ARGUMENT[name]}" if name in _ARGUMENT else name
+        raise PlanError(f"run.task = {task!r}: must be written {form}")
+    return _PRESETS[name]
+
+
+def _tables(stated: dict[str, Any]) -> list[str]:
+    lines: list[str] = []
+    table = ""
+    for row in FIELDS:
+        if row.table != table:
+            if row.table == "ops":
+                lines += [f"[{OPTIONS}]", "# the task's own options", ""]
+            table = row.table
+            lines.append(f"[{table}]")
+        lines += textwrap.wrap(row.meaning, 100, initial_indent="# ", subsequent_indent="# ")
+        value = stated[row.key] if row.key in stated else default_of(row)
+        lines.append(f"{'' if row.key in stated else '# '}{row.key} = {render_value(value)}")
+        if row is FIELDS[-1] or FIELDS[FIELDS.index(row) + 1].table != table:
+            lines.append("")
+    return lines[:-1]
