@@ -1,42 +1,286 @@
-"""The coordinator's pure core: a sequencer that never holds a model. Lives here: state, new, recall, step, status.
+"""The coordinator's pure core, a sequencer that never holds a model. Lives here: `step`, what it does per event.
 
-Pure: protocol and coordinator's pure modules only. Called by `server.py` and the simulator (order of effects: see
-`events.py`).
+Pure: protocol and coordinator's pure modules only. Called by `server.py` and the simulator, which perform the
+effects in the order of `events.py`. `State`, `new`, `recall` and `status` are reached through here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from coordinator.events import Effect, Event, Record
-from protocol.plan import Lock, Ops
+from coordinator import membership, rounds, work
+from coordinator.events import (
+    Effect,
+    Event,
+    OpsChanged,
+    Received,
+    Started,
+    TermTaken,
+    Tick,
+)
+from coordinator.membership import Node
+from coordinator.picture import status
+from coordinator.state import State, new, recall
+from coordinator.turn import Turn
+from protocol.entries import Admission, LockBody, RosterBody, public_key
+from protocol.messages import (
+    RELEASED,
+    RUN_ENDED,
+    STOPPED,
+    WIRE_VERSION,
+    Applied,
+    Bye,
+    CoordBeat,
+    Entries,
+    Failed,
+    Fetch,
+    Hello,
+    Message,
+    NodeBeat,
+    Refuse,
+    Rehello,
+    Release,
+    Result,
+    Welcome,
+)
 
+__all__ = ["State", "new", "recall", "status", "step"]
 
-@dataclass(frozen=True, slots=True)
-class State:
-    """All the coordinator knows; a value, never changed in place."""
-
-    lock: Lock
-    ops: Ops
-
-
-def new(lock: Lock, ops: Ops, key: bytes, allowed: Mapping[bytes, str]) -> State:
-    """An empty coordinator. `key`: 32-byte Ed25519 seed that signs entries; `allowed`: CURVE key -> name."""
-    raise NotImplementedError
-
-
-def recall(state: State, record: Record) -> State:
-    """Fold one journal record; after the last one, `step` with `Started` (term = last + 1) goes on where it was."""
-    raise NotImplementedError
+LINGER = 5.0  # seconds END is still served to nodes that have not confirmed it
+ENTRIES_BYTES = 1 << 20  # one Entries message
+UNITS_IN_BEAT = 64
+MAX_NOTE = 200  # characters of a node's words that are kept
 
 
 def step(state: State, event: Event) -> tuple[State, tuple[Effect, ...]]:
-    """The coordinator's answer to one event."""
-    raise NotImplementedError
+    """The coordinator's answer to one event: its next state and the effects, in the order of `events.py`."""
+    if state.stopped:
+        return state, ()
+    if not state.started and not isinstance(event, Started):
+        raise AssertionError("the first event of a process is Started")
+    turn = Turn(state)
+    turn.set(now=max(event.now, state.now) if state.started else event.now)
+    if isinstance(event, Received):
+        _on_message(turn, event.peer, event.message)
+    elif isinstance(event, Tick):
+        _on_tick(turn)
+    elif isinstance(event, Started):
+        _on_started(turn, event)
+    elif isinstance(event, OpsChanged):
+        _on_ops(turn, event)
+    else:
+        turn.stop(event.reason, 0, f"{STOPPED}: {event.reason}")
+    return turn.state, tuple(turn.effects)
 
 
-def status(state: State) -> dict[str, Any]:
-    """A JSON-able picture of the run, with the reasons of the decisions behind it."""
-    raise NotImplementedError
+# ---------------------------------------------------------------- start, time, operator
+
+
+def _on_started(turn: Turn, event: Started) -> None:
+    state = turn.state
+    assert event.term > state.term, "a term is used once"
+    turn.set(term=event.term, nonce=event.nonce, started=True)
+    turn.persist(TermTaken(event.term, event.nonce))
+    if state.chain.height and state.chain.lock.run_id != state.lock.run_id:
+        recorded, given = state.chain.lock.run_id.hex()[:16], state.lock.run_id.hex()[:16]
+        return turn.stop(f"this folder holds run {recorded}, the plan is that of run {given}", 1)
+    trusted = state.chain.trusted if state.chain.height else [bytes.fromhex(k) for k in state.lock.trusted]
+    if public_key(state.key) not in trusted:
+        return turn.stop("the run does not trust this coordinator's signing key, nobody would follow it", 1)
+    if not state.chain.height:
+        turn.append(LockBody(state.lock.to_bytes()))
+    turn.set(round=replace(turn.round, opened=event.now))
+    if turn.state.chain.ended:
+        turn.set(ending=event.now)
+    work.close(turn)
+
+
+def _on_ops(turn: Turn, event: OpsChanged) -> None:
+    turn.set(ops=event.ops)
+    if turn.over:
+        return
+    if turn.round.final and turn.round.number < event.ops.rounds:
+        for key in turn.state.nodes:
+            turn.take_all(key)
+        turn.set(round=rounds.open_round(turn.state.chain, event.ops, turn.state.now))
+    work.close(turn)
+    work.assign(turn)
+
+
+def _on_tick(turn: Turn) -> None:
+    if turn.state.ending is not None:
+        return _linger(turn, turn.state.ending)
+    _expire(turn)
+    turn.census()
+    _admit_waiting(turn)
+    work.give_up(turn)
+    work.close(turn)
+    work.assign(turn)
+
+
+def _linger(turn: Turn, since: float) -> None:
+    """After END: wait a little for nodes that have not confirmed it, then stop."""
+    state = turn.state
+    present = any(membership.alive(node, state.now) for node in state.nodes.values())
+    if state.now - since >= LINGER or (state.nodes and not present):
+        turn.stop(f"{RUN_ENDED}: {state.chain.round} rounds are committed", 0)
+
+
+def _expire(turn: Turn) -> None:
+    """End the leases of lost nodes and of units that stand still."""
+    state = turn.state
+    pool = membership.median_pace(list(state.nodes.values()))
+    for key, node in state.nodes.items():
+        for k, lease in enumerate(node.leases):
+            verdict = membership.expiry(node, lease, k == 0, state.ops.stall_seconds, pool, state.now)
+            if not verdict.ok:
+                continue
+            turn.take(key, lease.unit)
+            turn.note("membership", node=node.name, what="lease ended", reason=verdict.reason)
+            if state.now - node.heard <= membership.LOST_AFTER:
+                turn.set_node(replace(turn.state.nodes[key], stalled=(lease.unit, lease.progress)))
+
+
+def _admit_waiting(turn: Turn) -> None:
+    """One roster entry for all nodes that wait for theirs, as soon as D of the tip is known."""
+    state = turn.state
+    waiting = [node for node in state.nodes.values() if node.number is None and not node.left]
+    if not waiting or state.digest is None:
+        return
+    first = max(state.numbers.values(), default=-1) + 1
+    turn.append(RosterBody(tuple(Admission(first + k, n.key, n.name) for k, n in enumerate(waiting))))
+    turn.census()
+
+
+# ---------------------------------------------------------------- messages
+
+
+def _on_message(turn: Turn, peer: bytes, message: Message) -> None:
+    state = turn.state
+    if isinstance(message, Hello):
+        return _on_hello(turn, peer, message)
+    if peer not in state.allowed:
+        return _refuse(turn, peer, "a stranger", "this key is not on the coordinator's list")
+    node = state.nodes.get(peer)
+    if node is None:
+        return turn.send(peer, Rehello())
+    if node.left:
+        return turn.send(peer, Bye(node.left))
+    turn.set_node(replace(node, heard=state.now))
+    handler = _HANDLERS.get(type(message))
+    if handler is not None:
+        handler(turn, peer, message)
+
+
+def _refuse(turn: Turn, peer: bytes, name: str, reason: str) -> None:
+    turn.send(peer, Refuse(reason))
+    turn.count("refused nodes", f"{name}: {reason}")
+    turn.note("membership", node=name, what="refused", reason=reason)
+
+
+def _on_hello(turn: Turn, peer: bytes, hello: Hello) -> None:
+    """Admit or refuse. A newer Hello of a key supersedes what was known of it; its units stay its own."""
+    state, chain = turn.state, turn.state.chain
+    name = state.allowed.get(peer) or hello.name
+    verdict = membership.admit(hello, chain, state.term, peer in state.allowed, state.selftest)
+    if not verdict.ok:
+        return _refuse(turn, peer, name, verdict.reason)
+    old = state.nodes.get(peer)
+    if old is not None:
+        turn.take_all(peer)
+    commits = membership.commits_below(chain, hello.height) if hello.digest else -1
+    node = Node(peer, name, state.numbers.get(peer), hello, state.now, hello.height, hello.tip[:8], commits)
+    if old is not None:
+        node = replace(node, pace=old.pace, tally=old.tally, ms=old.ms)
+    turn.set_node(node)
+    turn.set(selftest=state.selftest or hello.selftest)
+    lock = state.lock
+    turn.send(peer, Welcome(WIRE_VERSION, lock.run_id, lock.to_bytes(), state.term, chain.height, chain.tip))
+    turn.note("membership", node=name, what="returned" if old else "joined", reason=verdict.reason)
+    if hello.digest:
+        turn.observe(name, commits, hello.digest)
+    if turn.over:
+        return
+    work.reconcile(turn, peer, dict.fromkeys(hello.units, 0))
+    turn.census()
+    work.close(turn)
+    work.assign(turn, [peer])
+
+
+def _on_fetch(turn: Turn, peer: bytes, message: Fetch) -> None:
+    raws: list[bytes] = []
+    size = 0
+    for entry in turn.state.chain.entries[message.first : message.first + message.count]:
+        size += len(entry.raw)
+        if raws and size > ENTRIES_BYTES:
+            break
+        raws.append(entry.raw)
+    if raws:
+        turn.send(peer, Entries(message.first, tuple(raws)))
+
+
+def _on_applied(turn: Turn, peer: bytes, message: Applied) -> None:
+    node, chain = turn.state.nodes[peer], turn.state.chain
+    if not _same_branch(turn, node, message.height, message.tip):
+        return
+    commits = membership.commits_below(chain, message.height)
+    height = max(node.height, message.height)
+    turn.set_node(replace(node, height=height, applied=commits, ms=message.ms or node.ms))
+    turn.observe(node.name, commits, message.digest)
+    if turn.state.stopped:
+        return
+    if chain.ended and message.height == chain.height:
+        turn.send(peer, Bye(RUN_ENDED))
+        turn.set_node(replace(turn.state.nodes[peer], left=RUN_ENDED))
+        return _linger(turn, turn.state.now)
+    work.close(turn)
+    work.assign(turn, [peer])
+
+
+def _same_branch(turn: Turn, node: Node, height: int, tip: bytes) -> bool:
+    """Whether a node's ledger is a beginning of mine; if not, it is refused."""
+    entries = turn.state.chain.entries
+    if height == 0 or (height <= len(entries) and entries[height - 1].hash[:8] == tip):
+        return True
+    reason = f"this node's ledger differs from the coordinator's at entry {height - 1}"
+    _refuse(turn, node.key, node.name, reason)
+    return False
+
+
+def _on_release(turn: Turn, peer: bytes, message: Release) -> None:
+    turn.take_all(peer)
+    node, reason = turn.state.nodes[peer], message.reason[:MAX_NOTE]
+    turn.set_node(replace(node, left=f"{RELEASED}: {reason}"))
+    turn.send(peer, Bye(RELEASED))
+    turn.note("membership", node=node.name, what="left", reason=reason)
+    turn.census()
+    if turn.over:
+        return
+    work.give_up(turn)
+    work.close(turn)
+    work.assign(turn)
+
+
+def _on_beat(turn: Turn, peer: bytes, message: NodeBeat) -> None:
+    node = turn.state.nodes[peer]
+    if not _same_branch(turn, node, message.height, message.tip):
+        return
+    turn.set_node(replace(node, height=message.height, tip=message.tip))
+    if not turn.over:
+        work.reconcile(turn, peer, dict(message.units))
+    state = turn.state
+    units = tuple(lease.unit for lease in state.nodes[peer].leases)[:UNITS_IN_BEAT]
+    turn.send(peer, CoordBeat(state.term, state.chain.height, state.chain.tip[:8], units))
+    work.assign(turn, [peer])
+
+
+_HANDLERS: dict[type[Message], Callable[[Turn, bytes, Any], None]] = {
+    Fetch: _on_fetch,
+    Applied: _on_applied,
+    Result: work.on_result,
+    Failed: work.on_failed,
+    Release: _on_release,
+    NodeBeat: _on_beat,
+}

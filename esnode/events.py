@@ -1,12 +1,14 @@
 """Everything that can happen to a node and everything it can cause.
 
-Pure: protocol types only. The contract of order, for every shell (daemon and simulator alike): compute `step`, adopt
-the new state, then perform the effects in order. `Store` and `StoreTerm` are on disk (flushed) before the next effect
-is performed, so a node never answers a term, or reports an entry, that it could forget.
+Pure: protocol types only. The contract of order, for every shell (daemon and simulator alike): compute
+`step`, adopt the new state, then perform the effects in order. `Store` and `StoreTerm` are on disk (flushed)
+before the next effect is performed, so a node never answers a term, or reports an entry, that it could
+forget.
 
-The engine does one thing at a time. `step` asks for the next `Evaluate` or `Apply` only after the last one was
-answered: `Evaluate` by exactly one of `Evaluated`, `EvaluationFailed`, `Cancelled`; `Apply` by `EntriesApplied`.
-`CancelUnit` only asks the running evaluation to end soon; its answer is still one of the three.
+The engine does one thing at a time. `step` asks for the next `Evaluate` or `Apply` only after the last one
+was answered: `Evaluate` by exactly one of `Evaluated`, `EvaluationFailed`, `Cancelled`; `Apply` by
+`EntriesApplied`. `CancelUnit` only asks the running evaluation to end soon; its answer is still one of the
+three.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
-from protocol.ledger import Entry
+from protocol.entries import Entry
 from protocol.messages import Message, Unit
 
 
@@ -64,8 +66,8 @@ class Outcome(Protocol):
 class Started:
     """First event of a process, after the engine is loaded.
 
-    `raws`: the ledger entries on disk, from entry 0. `height`: how many of them the loaded master already reflects (0
-    for the base checkpoint); `digest`: its D. `term`: the highest term on disk, 0 for none.
+    `raws`: the ledger entries on disk, from entry 0. `height`: how many of them the loaded master already
+    reflects (0 for the base checkpoint); `digest`: its D. `term`: the highest term on disk, 0 for none.
     """
 
     now: float
@@ -127,7 +129,10 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class EntriesApplied:
-    """The master reflects the entries of the last `Apply`: one D after each of them, in order; ms of the whole."""
+    """The master reflects the entries of the last `Apply`:
+
+    One D after each of them, in order; ms of the whole.
+    """
 
     now: float
     digests: tuple[int, ...]
@@ -143,15 +148,7 @@ class Leave:
 
 
 Event: TypeAlias = (
-    Started
-    | Tick
-    | Received
-    | Evaluated
-    | EvaluationFailed
-    | Cancelled
-    | Progress
-    | EntriesApplied
-    | Leave
+    Started | Tick | Received | Evaluated | EvaluationFailed | Cancelled | Progress | EntriesApplied | Leave
 )
 
 # ---------------------------------------------------------------- effects

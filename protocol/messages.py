@@ -14,6 +14,11 @@ import msgspec
 
 WIRE_VERSION = 1
 
+# How the reason of a Bye begins that is no fault: a node that hears it stops with exit code 0.
+RUN_ENDED = "the run has ended"
+STOPPED = "the coordinator stops"
+RELEASED = "released"
+
 
 class Kind(IntEnum):
     """What a unit evaluates: a member of the population, or the unperturbed master on held-out prompts."""

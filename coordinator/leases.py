@@ -1,0 +1,173 @@
+"""Who evaluates what next: fresh work, and what an idle node can take over at the tail of a round.
+
+Pure. Both decisions return what to do and why. Members go out whole while there are enough of them; where the
+plan makes results independent of batching (`repeatable`) the tail is split by chunk, otherwise a member stays
+one unit, so that a resumed run finds the same rewards. A probe always goes out chunk by chunk. Called by
+`machine.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from coordinator.membership import SUSPECT_AFTER, Lease, Node, median_pace
+from coordinator.rounds import Cells, Round
+from protocol.lock import Lock
+from protocol.messages import Kind, Unit
+
+OVERDUE = 1.5  # a unit that takes this many times its usual seconds may take as long again
+
+
+@dataclass(frozen=True, slots=True)
+class Rescue:
+    """An idle node takes `unit`.
+
+    With `victim` its waiting lease `old` is taken back and it keeps `keep` of it.
+    """
+
+    unit: Unit
+    victim: bytes | None = None
+    old: Unit | None = None
+    keep: Unit | None = None
+
+
+def next_unit(
+    round: Round, lock: Lock, node: Node, ready: int, others: Sequence[int]
+) -> tuple[Unit | None, str]:
+    """Work nobody holds yet. `ready`: nodes that may take units; `others`: roster numbers of all alive."""
+    if round.probe and not round.probe.void and not _spared(round.probe, node, others):
+        for k, value in enumerate(round.probe.sums):
+            if value is None and not round.probe.leases[k]:
+                return Unit(round.number, Kind.PROBE, 0, k, k), "held-out chunk"
+    if not round.free:
+        return None, "every chunk is in or in work"
+    width = _width(round, lock, ready)
+    for member in range(round.cursor, len(round.members)):
+        cells = round.members[member]
+        if cells.free and not _spared(cells, node, others):
+            first, last = _free_run(cells, width)
+            return Unit(round.number, Kind.MEMBER, member, first, last), "fresh member"
+    return None, "what is left failed here and waits for another node"
+
+
+def _width(round: Round, lock: Lock, ready: int) -> int:
+    """Chunks of a fresh unit: all of a member, or an even share of what is left where that is less."""
+    whole = lock.chunk_count(Kind.MEMBER)
+    if not lock.repeatable:
+        return whole
+    return max(1, min(whole, -(-round.free // max(ready, 1))))
+
+
+def _spared(cells: Cells, node: Node, others: Sequence[int]) -> bool:
+    """A node that failed a member does not get it again while somebody else has not tried."""
+    return node.number in cells.failures and any(number not in cells.failures for number in others)
+
+
+def _free_run(cells: Cells, width: int) -> tuple[int, int]:
+    """The first run of free chunks, at most `width` long."""
+    free = [s is None and not n for s, n in zip(cells.sums, cells.leases, strict=True)]
+    first = free.index(True)
+    last = first
+    while last + 1 < len(free) and free[last + 1] and last + 1 - first < width:
+        last += 1
+    return first, last
+
+
+# ---------------------------------------------------------------- the tail
+
+
+def rescue(
+    round: Round, lock: Lock, nodes: Iterable[Node], idle: Node, now: float
+) -> tuple[Rescue | None, str]:
+    """What an idle node takes over when nothing is free: waiting units first, then the slowest running one.
+
+    It is taken only when that should end it sooner, by the seconds per chunk observed of both nodes.
+    """
+    pool = [node for node in nodes if node.key != idle.key and node.leases]
+    usual = median_pace([*pool, idle])
+    waiting = [
+        (end, victim, lease, before)
+        for victim in pool
+        for end, lease, before in _waiting(victim, usual, now)
+        if _useful(round, lease.unit, idle)
+    ]
+    for end, victim, lease, before in sorted(waiting, key=lambda row: (-row[0], row[1].number or 0)):
+        found = _take(lock, lease.unit, idle, victim, usual, before, end)
+        if found is not None:
+            return found, f"{victim.name} would have ended it in {end:.0f} s"
+    running = [(_left(v, v.leases[0], usual, now), v) for v in pool if _useful(round, v.leases[0].unit, idle)]
+    for left, victim in sorted(running, key=lambda row: (-row[0], row[1].number or 0)):
+        unit = victim.leases[0].unit
+        if _single(round, unit) and left > _pace(idle, usual) * _chunks(unit):
+            return Rescue(unit), f"{victim.name} seems to need {left:.0f} s more"
+    return None, "nothing would end sooner here"
+
+
+def _chunks(unit: Unit) -> int:
+    return unit.last - unit.first + 1
+
+
+def _pace(node: Node, usual: float | None) -> float:
+    return node.pace or usual or 1.0
+
+
+def _left(node: Node, lease: Lease, usual: float | None, now: float) -> float:
+    """Seconds until the node ends its running lease; 0 while nothing is known, endless when silent."""
+    if now - node.heard > SUSPECT_AFTER:
+        return float("inf")
+    elapsed = max(now - max(lease.since, node.done), 0.0)
+    if lease.progress >= 100:
+        return elapsed * (1000 - lease.progress) / lease.progress
+    if node.pace is None and usual is None:
+        return 0.0
+    expected = _pace(node, usual) * _chunks(lease.unit)
+    return elapsed if elapsed > OVERDUE * expected else max(expected - elapsed, 0.0)
+
+
+def _waiting(node: Node, usual: float | None, now: float) -> list[tuple[float, Lease, float]]:
+    """(expected end, lease, expected begin) of every unit the node has not begun, in seconds from now."""
+    rows = []
+    before = _left(node, node.leases[0], usual, now)
+    for lease in node.leases[1:]:
+        end = before + _pace(node, usual) * _chunks(lease.unit)
+        if not lease.progress:
+            rows.append((end, lease, before))
+        before = end
+    return rows
+
+
+def _useful(round: Round, unit: Unit, idle: Node) -> bool:
+    cells = round.cells(unit)
+    return cells is not None and round.needs(unit) and idle.number not in cells.failures
+
+
+def _single(round: Round, unit: Unit) -> bool:
+    """Whether only one node holds the unit's missing chunks."""
+    cells = round.cells(unit)
+    return cells is not None and all(
+        cells.leases[k] <= 1 for k in range(unit.first, unit.last + 1) if cells.sums[k] is None
+    )
+
+
+def _take(
+    lock: Lock, unit: Unit, idle: Node, victim: Node, usual: float | None, before: float, end: float
+) -> Rescue | None:
+    """The later part of a waiting unit, as much as lets both end together; all of it where it must stay
+    whole.
+    """
+    n, mine, theirs = _chunks(unit), _pace(idle, usual), _pace(victim, usual)
+    take = n
+    if lock.repeatable and unit.kind == Kind.MEMBER and end != float("inf"):
+        take = max(1, min(n, round_half(end, mine + theirs)))
+    rest = before + theirs * (n - take) if take < n else 0.0
+    if max(rest, mine * take) >= end:
+        return None
+    keep = Unit(unit.round, unit.kind, unit.member, unit.first, unit.last - take) if take < n else None
+    part = Unit(unit.round, unit.kind, unit.member, unit.last - take + 1, unit.last)
+    return Rescue(part, victim.key, unit, keep)
+
+
+def round_half(amount: float, share: float) -> int:
+    """amount / share to the nearest whole number."""
+    return int(amount / share + 0.5)

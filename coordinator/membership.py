@@ -1,0 +1,211 @@
+"""Who is in the pool: node records, whether a Hello is accepted, how a node stands, when a lease ends.
+
+Pure. Every decision is a function that returns the verdict and the reason in words. Called by `leases.py` and
+`machine.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from protocol.chain import Chain
+from protocol.entries import EntryKind
+from protocol.messages import WIRE_VERSION, Hello, Kind, Unit
+
+SUSPECT_AFTER = 6.0  # seconds of silence: three missed heartbeats
+LOST_AFTER = 15.0  # a lease ends
+RESEND_AFTER = 3.0  # an Assign the node's beats do not confirm is sent again
+STALL_FACTOR = 5.0  # a unit may stand still for this many usual units
+PACE_WEIGHT = 0.3  # of the newest unit in a node's average
+
+READY, SUSPECT, LOST, NEW, BEHIND, STALLED, LEFT = (
+    "ready",
+    "suspect",
+    "lost",
+    "new",
+    "catching up",
+    "stalled",
+    "left",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A unit a node is believed to hold. The first of a node's leases is the one it runs.
+
+    `sent`: assigned by this process; otherwise learned from the node, which ran it already.
+    """
+
+    unit: Unit
+    since: float
+    asked: float  # when the Assign left last
+    moved: float  # when its progress last changed
+    progress: int = 0  # thousandths
+    sent: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """What became of a node's work, counted since this process started."""
+
+    accepted: int = 0
+    late: int = 0
+    refused: int = 0
+    failed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One key of the pool, as far as this process has seen it."""
+
+    key: bytes
+    name: str
+    number: int | None  # in the roster; None until an entry admits it
+    hello: Hello
+    heard: float
+    height: int  # entries it holds
+    tip: bytes = b""  # first 8 bytes of the last of them
+    applied: int = -1  # commits its master reflects, -1 unknown
+    ms: int = 0  # its last apply
+    leases: tuple[Lease, ...] = ()
+    pace: float | None = None  # seconds per chunk of a member
+    done: float = 0.0  # when it last finished a unit
+    stalled: tuple[Unit, int] | None = None  # the unit that stood still, at this progress
+    left: str = ""  # the reason it gave for leaving
+    tally: Tally = Tally()
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A decision and why."""
+
+    ok: bool
+    reason: str
+
+
+# ---------------------------------------------------------------- admission
+
+
+def admit(hello: Hello, chain: Chain, term: int, allowed: bool, selftest: bytes) -> Verdict:
+    """Whether a Hello is welcome. `selftest`: what the pool's kernels answer, b"" while nobody has said."""
+    lock = chain.lock
+    if not allowed:
+        return Verdict(False, "this key is not on the coordinator's list: ask its operator to allow it")
+    if not hello.wire_min <= WIRE_VERSION <= hello.wire_max:
+        return Verdict(
+            False,
+            f"the coordinator speaks wire version {WIRE_VERSION}, this node {hello.wire_min} to "
+            f"{hello.wire_max}: install the same release of esnode on both",
+        )
+    if hello.law != lock.law:
+        return Verdict(False, f"the run follows noise law {lock.law}, this node law {hello.law}")
+    if hello.run not in (b"", lock.run_id):
+        return Verdict(
+            False, f"this node works for run {hello.run.hex()[:16]}, this is {lock.run_id.hex()[:16]}"
+        )
+    if selftest and hello.selftest != selftest:
+        return Verdict(
+            False,
+            f"kernel {hello.backend!r} computes other bits than the pool (self-test {hello.selftest.hex()}, "
+            f"the pool's is {selftest.hex()}): run `esnode doctor` there",
+        )
+    return _position(hello, chain, term)
+
+
+def _position(hello: Hello, chain: Chain, term: int) -> Verdict:
+    """Whether the node's ledger is a beginning of this one."""
+    if hello.term > term:
+        return Verdict(
+            False,
+            f"this node has answered a coordinator of term {hello.term}, this one is of term {term}: an "
+            "older copy of the coordinator's folder is running",
+        )
+    if hello.height > chain.height:
+        return Verdict(
+            False,
+            f"this node holds {hello.height} entries, the coordinator only {chain.height}: the coordinator's "
+            "folder is an older copy",
+        )
+    if hello.height and chain.entries[hello.height - 1].hash != hello.tip:
+        return Verdict(
+            False, f"this node's ledger differs from the coordinator's at entry {hello.height - 1}"
+        )
+    known = chain.digest_at(commits_below(chain, hello.height))
+    if hello.digest and commits_below(chain, hello.height) == 0 and hello.digest != known:
+        return Verdict(
+            False,
+            f"this node's base model has digest {hello.digest:016x}, the run starts from {known or 0:016x}: "
+            "it is another model or another revision",
+        )
+    return Verdict(True, "welcome")
+
+
+def commits_below(chain: Chain, height: int) -> int:
+    """How many commits the first `height` entries hold."""
+    if height == 0:
+        return 0
+    last = chain.entries[height - 1]
+    return last.round + (last.kind is EntryKind.COMMIT)
+
+
+# ---------------------------------------------------------------- standing
+
+
+def standing(node: Node, round: int, now: float) -> tuple[str, str]:
+    """How a node stands while `round` is open: its standing and the reason. Only READY gets new units."""
+    silent = now - node.heard
+    if node.left:
+        return LEFT, node.left
+    if silent > LOST_AFTER:
+        return LOST, f"silent for {silent:.0f} s"
+    if silent > SUSPECT_AFTER:
+        return SUSPECT, f"silent for {silent:.0f} s"
+    if node.number is None:
+        return NEW, "waits for its roster entry"
+    if node.applied < round - 1:
+        at = "an unknown round" if node.applied < 0 else f"round {node.applied}"
+        return BEHIND, f"its replica is at {at}, the run at {round}"
+    if node.stalled:
+        return STALLED, f"member {node.stalled[0].member} stands still at {node.stalled[1] / 10:.0f}%"
+    return READY, f"at round {node.applied}"
+
+
+def alive(node: Node, now: float) -> bool:
+    """Whether the node counts as being there at all."""
+    return not node.left and node.number is not None and now - node.heard <= LOST_AFTER
+
+
+# ---------------------------------------------------------------- leases
+
+
+def usual_seconds(node: Node, unit: Unit, pool: float | None) -> float | None:
+    """How long this node usually takes for such a unit; `pool`: the pool's median pace, for newcomers."""
+    pace = node.pace or pool
+    return None if pace is None else pace * (unit.last - unit.first + 1)
+
+
+def expiry(node: Node, lease: Lease, running: bool, stall: float, pool: float | None, now: float) -> Verdict:
+    """Whether a lease ends: its node is lost, or its running unit stands still for max(stall, 5x usual)."""
+    silent = now - node.heard
+    if silent > LOST_AFTER:
+        return Verdict(True, f"silent for {silent:.0f} s")
+    limit = max(stall, STALL_FACTOR * (usual_seconds(node, lease.unit, pool) or 0.0))
+    still = now - max(lease.moved, node.done)
+    if running and still > limit:
+        return Verdict(True, f"no progress for {still:.0f} s, the limit is {limit:.0f} s")
+    return Verdict(False, "")
+
+
+def measured(node: Node, lease: Lease, now: float) -> Node:
+    """The node's pace after it finished a lease. Only whole observations of members count."""
+    pace = node.pace
+    if lease.sent and lease.unit.kind == Kind.MEMBER:
+        seconds = (now - max(lease.since, node.done)) / (lease.unit.last - lease.unit.first + 1)
+        pace = seconds if pace is None else (1 - PACE_WEIGHT) * pace + PACE_WEIGHT * seconds
+    return replace(node, pace=pace, done=now)
+
+
+def median_pace(nodes: list[Node]) -> float | None:
+    """The pool's median seconds per chunk, None while nobody has finished a member."""
+    paces = sorted(node.pace for node in nodes if node.pace is not None)
+    return paces[len(paces) // 2] if paces else None

@@ -1,0 +1,101 @@
+"""The status of a run as plain JSON-able data, with the reason behind every decision it shows.
+
+Pure. Reached as `machine.status`; shown by `esnode status`, the progress display and the tests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from coordinator import membership, rounds
+from coordinator.membership import READY, Node
+from coordinator.state import State
+from protocol.messages import Kind, Unit
+
+
+def status(state: State) -> dict[str, Any]:
+    """A JSON-able picture of the run, with the reasons of the decisions behind it."""
+    round = state.round
+    last = state.history[-1] if state.history else None
+    state_word, reason = _state(state)
+    return {
+        "run": state.lock.run_id.hex(),
+        "term": state.term,
+        "state": state_word,
+        "reason": reason,
+        "round": state.chain.round,
+        "rounds": state.ops.rounds,
+        "height": state.chain.height,
+        "tip": state.chain.tip.hex(),
+        "digest": None if state.digest is None else f"{state.digest:016x}",
+        "members": {
+            "done": len(round.members) - round.unsettled if round else 0,
+            "total": len(round.members) if round else 0,
+            "void": sum(bool(cells.void) for cells in round.members) if round else 0,
+        },
+        "probe": _probe(state),
+        "reward": asdict(last) if last else None,
+        "rewards": [[s.round, s.mean, s.high, s.low, s.std] for s in state.history],
+        "scores": [[s.state_round, s.mean, s.correct, s.prompts] for s in state.scores],
+        "nodes": [_node(state, node) for node in state.nodes.values()],
+        "counters": dict(sorted(state.counters.items())),
+        "refusals": list(state.refusals),
+    }
+
+
+def _state(state: State) -> tuple[str, str]:
+    """One word for what the run does, and why."""
+    if state.stopped:
+        return "stopped", state.stopped
+    if state.ending is not None or state.chain.ended:
+        return "ended", f"all {state.chain.round} rounds are committed"
+    if state.round is None:
+        return "starting", "the ledger is empty"
+    stands = [membership.standing(node, state.round.number, state.now) for node in state.nodes.values()]
+    if not any(word == READY for word, _ in stands):
+        if not stands:
+            return "paused", "no node has joined yet"
+        return "paused", "no node is ready: " + ", ".join(sorted(f"{word} ({why})" for word, why in stands))
+    if state.round.probe is not None and not state.round.unsettled:
+        return "running", "the held-out probe is not in yet"
+    if state.round.final:
+        return "running", "waits for the digest of the final state"
+    return "running", rounds.closing(state.round, state.lock, state.ops)[1]
+
+
+def _probe(state: State) -> dict[str, Any] | None:
+    probe = state.round.probe if state.round else None
+    if probe is None:
+        return None
+    return {"done": sum(s is not None for s in probe.sums), "total": len(probe.sums)}
+
+
+def _node(state: State, node: Node) -> dict[str, Any]:
+    word, reason = membership.standing(node, state.chain.round, state.now)
+    return {
+        "name": node.name,
+        "number": node.number,
+        "key": node.key.hex(),
+        "state": word,
+        "reason": reason,
+        "backend": node.hello.backend,
+        "device": node.hello.device,
+        "fingerprint": node.hello.fingerprint.hex(),
+        "height": node.height,
+        "tip": node.tip.hex(),
+        "round": node.applied,
+        "units": [[label(lease.unit), lease.progress] for lease in node.leases],
+        "seconds_per_chunk": node.pace,
+        "applied_ms": node.ms,
+        "silent": round(state.now - node.heard, 1),
+        **asdict(node.tally),
+    }
+
+
+def label(unit: Unit) -> str:
+    """A unit in words: "member 3", "member 3 chunks 0-1", "probe chunk 2"."""
+    what = "probe" if unit.kind == Kind.PROBE else f"member {unit.member}"
+    return f"{what} chunk{'s' * (unit.last > unit.first)} {unit.first}" + f"-{unit.last}" * (
+        unit.last > unit.first
+    )

@@ -1,0 +1,335 @@
+"""One round: what is measured, what is missing, which results count, when it closes and with which commit.
+
+Pure. Lives here: `Cells` (the chunks of one member, or of the held-out probe), `Round`, and the decisions
+about them, each a function that also says why. Who works on what is `leases.py`'s business. Called by
+`machine.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from protocol.chain import Chain
+from protocol.entries import COMPLETE, QUORUM, CommitBody, MemberReward, ScoreBody
+from protocol.lock import Lock
+from protocol.messages import Kind, Result, Unit
+from protocol.plan import Ops
+from protocol.seeds import member_seed
+
+NOBODY = -1
+FAILURES_TO_VOID = 3
+NODES_TO_VOID = 2
+MIN_MEMBERS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Cells:
+    """The chunks of one member or of the probe. All tuples have one element per chunk."""
+
+    sums: tuple[float | None, ...]
+    evaluators: tuple[int, ...]  # roster numbers, NOBODY where the sum is missing
+    leases: tuple[int, ...]  # how many nodes hold a unit with this chunk
+    correct: int = 0
+    failures: tuple[int, ...] = ()  # roster number of each failure
+    reason: str = ""  # of the last failure
+    void: str = ""  # why nobody can evaluate it; "" while it can
+
+    @property
+    def complete(self) -> bool:
+        return None not in self.sums
+
+    @property
+    def settled(self) -> bool:
+        """Nothing more is expected of it."""
+        return bool(self.void) or self.complete
+
+    @property
+    def free(self) -> int:
+        """Chunks that are missing and that nobody works on."""
+        if self.void:
+            return 0
+        return sum(s is None and n == 0 for s, n in zip(self.sums, self.leases, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """The open round. `parent` is the hash of the entry that made the state it is measured on."""
+
+    number: int
+    parent: bytes
+    members: tuple[Cells, ...]  # empty in the final round, which only holds a probe
+    probe: Cells | None  # None: nothing (more) to measure on held-out prompts
+    opened: float
+    unsettled: int  # members that are neither complete nor void
+    free: int  # member chunks that are missing and that nobody works on
+    cursor: int = 0  # no member below it has free chunks
+
+    @property
+    def final(self) -> bool:
+        """All commits are made; only the last probe and the END entry are missing."""
+        return not self.members
+
+    def cells(self, unit: Unit) -> Cells | None:
+        """What the unit is about; None when this round has no such member or chunks."""
+        if unit.kind == Kind.PROBE:
+            found = self.probe if unit.member == 0 else None
+        else:
+            found = self.members[unit.member] if unit.member < len(self.members) else None
+        return found if found and unit.first <= unit.last < len(found.sums) else None
+
+    def needs(self, unit: Unit) -> bool:
+        """Whether a result of this unit would still change something."""
+        cells = self.cells(unit) if unit.round == self.number else None
+        return cells is not None and not cells.void and None in cells.sums[unit.first : unit.last + 1]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of a result: "ok", "duplicate", "late" or "refused", and why.
+
+    `conflict`: it carries another value for a chunk that is in already; the first one stays.
+    """
+
+    kind: str
+    reason: str
+    conflict: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Closing:
+    """How a round may close: the members counted, those left out with the reason, and the closing code."""
+
+    members: tuple[int, ...]
+    voids: tuple[tuple[int, str], ...]
+    code: int
+
+
+# ---------------------------------------------------------------- opening
+
+
+def open_round(chain: Chain, ops: Ops, now: float) -> Round:
+    """The round that follows the chain's last commit. Its probe is left out when it was scored already."""
+    lock, number = chain.lock, chain.round
+    final = number >= ops.rounds
+    count = 0 if final else chain.members_at(number)
+    width = lock.chunk_count(Kind.MEMBER)
+    probe = _empty(lock.chunk_count(Kind.PROBE)) if probe_due(lock, ops, number)[0] else None
+    parent = chain.commits[-1].hash if chain.commits else chain.entries[0].hash
+    return Round(number, parent, (_empty(width),) * count, probe, now, count, count * width)
+
+
+def probe_due(lock: Lock, ops: Ops, number: int) -> tuple[bool, str]:
+    """Whether the state after `number` commits is measured on the held-out prompts."""
+    if not ops.eval_every:
+        return False, "held-out probes are off"
+    if not lock.heldout_prompts:
+        return False, "the task has no held-out prompts"
+    if number >= ops.rounds:
+        return True, "the last state is always measured"
+    due = number % ops.eval_every == 0
+    return due, f"every {ops.eval_every} rounds"
+
+
+def _empty(chunks: int) -> Cells:
+    return Cells((None,) * chunks, (NOBODY,) * chunks, (0,) * chunks)
+
+
+# ---------------------------------------------------------------- changing one member's cells
+
+
+def put(round: Round, unit: Unit, cells: Cells) -> Round:
+    """The round with new cells for the unit's member or probe; the counters follow."""
+    if unit.kind == Kind.PROBE:
+        return replace(round, probe=cells)
+    k, old = unit.member, round.members[unit.member]
+    members = (*round.members[:k], cells, *round.members[k + 1 :])
+    cursor = min(round.cursor, k) if cells.free else round.cursor
+    while cursor < len(members) and not members[cursor].free:
+        cursor += 1
+    return replace(
+        round,
+        members=members,
+        unsettled=round.unsettled + old.settled - cells.settled,
+        free=round.free + cells.free - old.free,
+        cursor=cursor,
+    )
+
+
+def lease(round: Round, unit: Unit, change: int) -> Round:
+    """Count a node more (+1) or less (-1) on the unit's chunks."""
+    cells = round.cells(unit)
+    if cells is None:
+        return round
+    counts = tuple(n + change if unit.first <= k <= unit.last else n for k, n in enumerate(cells.leases))
+    return put(round, unit, replace(cells, leases=counts))
+
+
+def fill(round: Round, evaluator: int, result: Result) -> Round:
+    """Take a result's missing chunks in; those already in keep their value. Also the journal's fold."""
+    cells = round.cells(result.unit) if result.unit.round == round.number else None
+    if cells is None or len(result.sums) != result.unit.last - result.unit.first + 1:
+        return round
+    sums, by = list(cells.sums), list(cells.evaluators)
+    new = False
+    for k, value in enumerate(result.sums, result.unit.first):
+        if sums[k] is None:
+            sums[k], by[k], new = value, evaluator, True
+    correct = cells.correct + result.correct if new else cells.correct
+    filled = replace(cells, sums=tuple(sums), evaluators=tuple(by), correct=correct)
+    return put(round, result.unit, filled)
+
+
+def fail(round: Round, evaluator: int, unit: Unit, reason: str) -> Round:
+    """Note one failure of the unit's member. Also the journal's fold."""
+    cells = round.cells(unit) if unit.round == round.number else None
+    if cells is None or cells.settled:
+        return round
+    return put(round, unit, replace(cells, failures=(*cells.failures, evaluator), reason=reason))
+
+
+def void_verdict(cells: Cells, nodes: int) -> tuple[bool, str]:
+    """Whether a member is given up: 3 failures, on 2 nodes where there are 2 (`nodes` = nodes alive now)."""
+    count, distinct = len(cells.failures), len(set(cells.failures))
+    if cells.settled or count < FAILURES_TO_VOID:
+        return False, f"{count} failures, {FAILURES_TO_VOID} make it void"
+    if distinct < NODES_TO_VOID and nodes >= NODES_TO_VOID:
+        return False, f"{count} failures, all on one node: another one tries"
+    return True, f"failed {count} times on {distinct} node{'s' * (distinct > 1)}: {cells.reason}"
+
+
+def void(round: Round, unit: Unit, reason: str, mirrored: bool) -> Round:
+    """Give the unit's member up, with its partner when the population is mirrored."""
+    cells = round.cells(unit)
+    assert cells is not None
+    round = put(round, unit, replace(cells, void=reason[:200]))
+    if unit.kind == Kind.PROBE or not mirrored:
+        return round
+    partner = Unit(round.number, unit.kind, unit.member ^ 1, unit.first, unit.last)
+    other = round.members[partner.member]
+    if other.void:
+        return round
+    return put(round, partner, replace(other, void=f"its mirrored partner {unit.member} is void"))
+
+
+# ---------------------------------------------------------------- judging a result
+
+
+def judge(lock: Lock, round: Round, result: Result) -> Verdict:
+    """Whether a result counts, and why not.
+
+    Its digest is compared by the machine: two replicas may be in dispute.
+    """
+    unit = result.unit
+    if unit.round < round.number or (
+        unit.kind == Kind.PROBE and unit.round == round.number and not round.probe
+    ):
+        return Verdict("late", "the round is closed" if unit.round < round.number else "the probe is closed")
+    if unit.round > round.number:
+        return Verdict("refused", f"round {unit.round} is not open")
+    cells = round.cells(unit)
+    if cells is None:
+        return Verdict("refused", "this round has no such member or chunks")
+    problem = _problem(lock, round, result)
+    if problem:
+        return Verdict("refused", problem)
+    if cells.void:
+        return Verdict("late", "the member is void")
+    held = cells.sums[unit.first : unit.last + 1]
+    conflict = any(old is not None and old != new for old, new in zip(held, result.sums, strict=True))
+    # `correct` is told per unit: a probe's result counts only when none of its chunks is in.
+    if None in held and (unit.kind == Kind.MEMBER or held.count(None) == len(held)):
+        return Verdict("ok", "", conflict)
+    return Verdict("duplicate", "these chunks are in" + " with another value" * conflict, conflict)
+
+
+def _problem(lock: Lock, round: Round, result: Result) -> str:
+    """What is wrong with a result for chunks this round has; "" for nothing."""
+    unit = result.unit
+    seed = 0
+    if unit.kind == Kind.MEMBER:
+        seed = member_seed(lock.run_id, unit.round, unit.member, lock.mirrored)
+    if result.parent != round.parent[:8]:
+        return f"measured on state {result.parent.hex()}, the round's is {round.parent[:8].hex()}"
+    if result.seed != seed:
+        return f"seed {result.seed:016x} is not the rule's {seed:016x}"
+    if len(result.sums) != unit.last - unit.first + 1:
+        return f"{len(result.sums)} sums for {unit.last - unit.first + 1} chunks"
+    for k, value in enumerate(result.sums, unit.first):
+        size = lock.chunk_size(unit.kind, k)
+        if not lock.reward_ok(value, size):
+            low, high = lock.reward_low, lock.reward_high
+            return f"chunk {k}: sum {value} of {size} rewards, the task's range is {low} .. {high}"
+    return ""
+
+
+# ---------------------------------------------------------------- closing
+
+
+def closing(round: Round, lock: Lock, ops: Ops) -> tuple[Closing | None, str]:
+    """Whether the round may be committed now, and why (not). The probe is the caller's business."""
+    total = len(round.members)
+    if not round.unsettled:
+        counted = tuple(k for k, cells in enumerate(round.members) if not cells.void)
+        voids = tuple((k, cells.void) for k, cells in enumerate(round.members) if cells.void)
+        return Closing(counted, voids, COMPLETE), "every member is in" + f", {len(voids)} void" * bool(voids)
+    need = max(math.ceil(ops.quorum * total), MIN_MEMBERS)
+    waiting = f"{total - round.unsettled} of {total} members are in"
+    if ops.quorum >= 1 or total - round.unsettled < need:
+        return None, waiting
+    ready = [cells.complete and not cells.void for cells in round.members]
+    if lock.mirrored:
+        ready = [ready[k] and ready[k ^ 1] for k in range(total)]
+    if sum(ready) < need:
+        return None, f"{waiting}, {sum(ready)} of them in whole pairs, the quorum is {need}"
+    reason = f"left out by the quorum of {ops.quorum:g}"
+    left = tuple((k, round.members[k].void or reason) for k in range(total) if not ready[k])
+    return Closing(tuple(k for k in range(total) if ready[k]), left, QUORUM), f"the quorum of {need} is in"
+
+
+def commit_body(chain: Chain, round: Round, close: Closing) -> CommitBody:
+    """The commit of a round that may close: reward = fsum(chunk sums) / prompts, computed only here."""
+    lock = chain.lock
+    rows = tuple(
+        MemberReward(
+            k,
+            member_seed(lock.run_id, round.number, k, lock.mirrored),
+            _total(round.members[k]) / lock.per_round,
+            _evaluator(lock, round.members[k]),
+        )
+        for k in close.members
+    )
+    return CommitBody(
+        chain.alpha_at(round.number), chain.sigma_at(round.number), rows, close.voids, close.code
+    )
+
+
+def score_body(lock: Lock, round: Round) -> ScoreBody:
+    """The held-out result of a complete probe."""
+    assert round.probe is not None
+    sums = tuple(s for s in round.probe.sums if s is not None)
+    mean = math.fsum(sums) / lock.heldout_prompts
+    return ScoreBody(
+        round.number, lock.heldout_prompts, mean, min(round.probe.correct, lock.heldout_prompts), sums
+    )
+
+
+def _total(cells: Cells) -> float:
+    return math.fsum(s for s in cells.sums if s is not None)
+
+
+def _evaluator(lock: Lock, cells: Cells) -> int:
+    """The node that measured most of the member's prompts; of equals the one with the earlier chunk."""
+    prompts: dict[int, int] = {}
+    for k, number in enumerate(cells.evaluators):
+        prompts[number] = prompts.get(number, 0) + lock.chunk_size(Kind.MEMBER, k)
+    return max(prompts, key=lambda number: prompts[number])
+
+
+def every_unit(round: Round) -> Iterator[tuple[Unit, Cells]]:
+    """The probe and every member as one whole unit with its cells."""
+    if round.probe is not None:
+        yield Unit(round.number, Kind.PROBE, 0, 0, len(round.probe.sums) - 1), round.probe
+    for k, cells in enumerate(round.members):
+        yield Unit(round.number, Kind.MEMBER, k, 0, len(cells.sums) - 1), cells

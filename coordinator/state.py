@@ -1,0 +1,131 @@
+"""What the coordinator knows, and how a journal record changes it.
+
+Pure. State is a fold: `adopt` takes one ledger entry in, `recall` one journal record; both run at start over
+the whole journal and, entry by entry, in live steps. Called by `turn.py` and `machine.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from coordinator import rounds
+from coordinator.events import EntryAppended, Record, ResultAccepted, TermTaken
+from coordinator.membership import Node
+from coordinator.rounds import Round
+from protocol.chain import Chain
+from protocol.entries import CommitBody, Entry, EntryKind, RosterBody, ScoreBody, parse
+from protocol.lock import Lock
+from protocol.plan import Ops
+
+LEDGER = "the ledger"
+
+
+@dataclass(frozen=True, slots=True)
+class CommitSummary:
+    """One committed round in numbers."""
+
+    round: int
+    members: int
+    voids: int
+    mean: float
+    high: float
+    low: float
+    std: float
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """All the coordinator knows; a value: neither it nor anything in it is changed in place."""
+
+    lock: Lock
+    ops: Ops
+    key: bytes  # Ed25519 seed that signs entries
+    allowed: Mapping[bytes, str]  # CURVE key -> name
+    chain: Chain = field(default_factory=Chain)
+    term: int = 0
+    nonce: bytes = b""
+    now: float = 0.0
+    started: bool = False
+    round: Round | None = None
+    digest: int | None = None  # D of the open round's state
+    witness: str = ""  # who said so first
+    nodes: Mapping[bytes, Node] = field(default_factory=dict)
+    numbers: Mapping[bytes, int] = field(default_factory=dict)  # CURVE key -> roster number
+    ready: int = 0  # nodes that may take units, as of the last tick or membership event
+    alive: tuple[int, ...] = ()  # roster numbers of the nodes that are there at all, likewise
+    selftest: bytes = b""  # what the pool's kernels answer
+    counters: Mapping[str, int] = field(default_factory=dict)
+    refusals: tuple[str, ...] = ()  # the last few, in words
+    history: tuple[CommitSummary, ...] = ()
+    scores: tuple[ScoreBody, ...] = ()
+    ending: float | None = None  # when END was announced
+    stopped: str = ""
+
+
+def new(lock: Lock, ops: Ops, key: bytes, allowed: Mapping[bytes, str]) -> State:
+    """An empty coordinator. `key`: 32-byte Ed25519 seed that signs entries; `allowed`: CURVE key -> name."""
+    return State(lock, ops, key, dict(allowed))
+
+
+def adopt(state: State, entry: Entry) -> State:
+    """The state after one more ledger entry; BrokenChain when it may not follow."""
+    chain = state.chain.copy()
+    chain.append(entry)
+    state = replace(state, chain=chain)
+    if entry.kind in (EntryKind.LOCK, EntryKind.COMMIT):
+        opened = rounds.open_round(chain, state.ops, state.now)
+        state = replace(
+            state,
+            round=opened,
+            digest=chain.digest,
+            witness=LEDGER if chain.digest is not None else "",
+            nodes={key: replace(node, leases=(), stalled=None) for key, node in state.nodes.items()},
+        )
+    if isinstance(entry.body, CommitBody):
+        return replace(state, history=(*state.history, summary(entry.round, entry.body)))
+    if isinstance(entry.body, ScoreBody):
+        assert state.round is not None
+        return replace(state, scores=(*state.scores, entry.body), round=replace(state.round, probe=None))
+    if isinstance(entry.body, RosterBody):
+        return _enrol(state, entry.body)
+    return state
+
+
+def _enrol(state: State, body: RosterBody) -> State:
+    numbers = dict(state.numbers)
+    nodes = dict(state.nodes)
+    for admission in body.admitted:
+        numbers[admission.key] = admission.number
+        if admission.key in nodes:
+            nodes[admission.key] = replace(nodes[admission.key], number=admission.number)
+    return replace(state, numbers=numbers, nodes=nodes)
+
+
+def recall(state: State, record: Record) -> State:
+    """Fold one journal record; after the last, `step` with `Started` (term = last + 1) goes on from there."""
+    if isinstance(record, TermTaken):
+        return replace(state, term=record.term, nonce=record.nonce)
+    if isinstance(record, EntryAppended):
+        return adopt(state, parse(record.raw))
+    round = state.round
+    if round is None:
+        return state
+    if isinstance(record, ResultAccepted):
+        state = learn(state, record.result.digest, LEDGER) if state.digest is None else state
+        return replace(state, round=rounds.fill(round, record.evaluator, record.result))
+    return replace(state, round=rounds.fail(round, record.evaluator, record.unit, record.reason))
+
+
+def learn(state: State, digest: int, witness: str) -> State:
+    """The first word on D of the open round's state."""
+    return replace(state, digest=digest, witness=witness)
+
+
+def summary(round: int, body: CommitBody) -> CommitSummary:
+    """A commit's rewards in numbers."""
+    rewards = [member.reward for member in body.members]
+    mean = math.fsum(rewards) / len(rewards)
+    std = math.sqrt(math.fsum((r - mean) * (r - mean) for r in rewards) / len(rewards))
+    return CommitSummary(round, len(rewards), len(body.voids), mean, max(rewards), min(rewards), std)

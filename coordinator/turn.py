@@ -1,0 +1,175 @@
+"""One step in the making: the next state and the effects gathered so far.
+
+A `Turn` lives inside a single call of `machine.step` and is never kept, so the step stays a pure function.
+Lives here: what several handlers need (append an entry, hand out and take back leases, count, stop). Called
+by `machine.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+from coordinator import rounds
+from coordinator.events import Effect, EntryAppended, Note, Persist, Record, Send, Stop
+from coordinator.membership import LOST_AFTER, Lease, Node, alive
+from coordinator.rounds import Round
+from coordinator.state import State, adopt, learn
+from protocol.entries import Body, CommitBody, LockBody, ScoreBody, seal
+from protocol.messages import Assign, Bye, Cancel, Commit, Message, Unit
+
+LEASE_SECONDS = int(LOST_AFTER)
+KEPT_REFUSALS = 20
+
+
+class Turn:
+    """The state so far and the effects so far of one step."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.effects: list[Effect] = []
+
+    @property
+    def round(self) -> Round:
+        """The open round; there is one from the first entry on."""
+        assert self.state.round is not None
+        return self.state.round
+
+    @property
+    def over(self) -> bool:
+        """No more work is handed out."""
+        return bool(self.state.stopped) or self.state.ending is not None
+
+    def set(self, **changes: Any) -> None:
+        self.state = replace(self.state, **changes)
+
+    def set_node(self, node: Node) -> None:
+        self.set(nodes={**self.state.nodes, node.key: node})
+
+    # ------------------------------------------------------------ effects
+
+    def persist(self, record: Record) -> None:
+        self.effects.append(Persist(record))
+
+    def send(self, peer: bytes, message: Message) -> None:
+        self.effects.append(Send(peer, message))
+
+    def broadcast(self, message: Message) -> None:
+        """To every node that is there, on the roster or not."""
+        now = self.state.now
+        for key, node in self.state.nodes.items():
+            if not node.left and now - node.heard <= LOST_AFTER:
+                self.send(key, message)
+
+    def note(self, topic: str, /, **fields: Any) -> None:
+        self.effects.append(Note(topic, fields))
+
+    def count(self, what: str, refusal: str = "") -> None:
+        """One more of `what` in status; a refusal is also kept in words."""
+        counters = dict(self.state.counters)
+        counters[what] = counters.get(what, 0) + 1
+        kept = (*self.state.refusals, refusal)[-KEPT_REFUSALS:] if refusal else self.state.refusals
+        self.set(counters=counters, refusals=kept)
+
+    def stop(self, reason: str, code: int, bye: str = "") -> None:
+        """Say Bye to everybody and end the process."""
+        self.broadcast(Bye(bye or reason))
+        self.effects.append(Stop(reason, code))
+        self.set(stopped=reason)
+
+    # ------------------------------------------------------------ the chain
+
+    def append(self, body: Body) -> None:
+        """Sign one more entry, journal it and send it to everybody. D of the tip's state must be known."""
+        state = self.state
+        digest = state.lock.digest if isinstance(body, LockBody) else state.digest
+        assert digest is not None
+        entry = seal(
+            body,
+            parent=state.chain.tip,
+            term=state.term,
+            nonce=state.nonce,
+            round=state.chain.round,
+            digest=digest,
+            key=state.key,
+        )
+        self.persist(EntryAppended(state.chain.height, entry.raw))
+        opened = state.round.opened if state.round else state.now
+        self.state = adopt(state, entry)
+        self.broadcast(Commit(state.chain.height, entry.raw))
+        if isinstance(body, CommitBody):
+            self._note_commit(state.now - opened)
+        elif isinstance(body, ScoreBody):
+            self.note(
+                "score",
+                round=body.state_round,
+                prompts=body.prompts,
+                mean=body.mean,
+                correct=body.correct,
+            )
+
+    def _note_commit(self, seconds: float) -> None:
+        last = self.state.history[-1]
+        applies = [node.ms for node in self.state.nodes.values() if node.ms]
+        self.note(
+            "commit",
+            round=last.round,
+            mean=last.mean,
+            max=last.high,
+            min=last.low,
+            std=last.std,
+            members=last.members,
+            voids=last.voids,
+            seconds=seconds,
+            update_ms=median(applies) if applies else 0,
+        )
+
+    def observe(self, name: str, commits: int, digest: int) -> None:
+        """A node's word on D after `commits` commits: the first one heard, the same as before, or a dispute."""
+        state = self.state
+        current = commits == state.chain.round
+        known = state.digest if current else state.chain.digest_at(commits)
+        if known is None and current:
+            self.state = learn(state, digest, name)
+        elif known is not None and known != digest:
+            witness = state.witness if current else "the ledger"
+            self.note("dispute", round=commits, node=name, digest=digest, witness=witness, known=known)
+            self.stop(
+                f"two replicas differ after {commits} rounds: {name} has digest {digest:016x}, {witness} "
+                f"{known:016x}. Run `esnode verify` on the ledger and `esnode doctor` on both machines",
+                1,
+            )
+
+    # ------------------------------------------------------------ leases
+
+    def give(self, key: bytes, unit: Unit) -> None:
+        """Lease a unit to a node and tell it."""
+        now = self.state.now
+        node = self.state.nodes[key]
+        self.set_node(replace(node, leases=(*node.leases, Lease(unit, now, now, now))))
+        self.set(round=rounds.lease(self.round, unit, 1))
+        self.send(key, Assign(unit, self.round.parent[:8], LEASE_SECONDS))
+
+    def take(self, key: bytes, unit: Unit, tell: bool = False) -> Lease | None:
+        """End a node's lease on exactly this unit, if it has one; `tell` cancels it over there."""
+        node = self.state.nodes[key]
+        held = next((lease for lease in node.leases if lease.unit == unit), None)
+        if held is None:
+            return None
+        self.set_node(replace(node, leases=tuple(x for x in node.leases if x.unit != unit)))
+        self.set(round=rounds.lease(self.round, unit, -1))
+        if tell:
+            self.send(key, Cancel(unit))
+        return held
+
+    def take_all(self, key: bytes) -> None:
+        """End all leases of a node."""
+        for lease in self.state.nodes[key].leases:
+            self.take(key, lease.unit)
+
+    def census(self) -> None:
+        """Recount who is there."""
+        now = self.state.now
+        there = [node for node in self.state.nodes.values() if alive(node, now)]
+        self.set(alive=tuple(sorted(node.number for node in there if node.number is not None)))

@@ -1,0 +1,266 @@
+"""What becomes of work: results and failures coming in, rounds closing, units going out.
+
+Pure. Each function takes the `Turn` of the step it is part of. The decisions themselves are in `rounds.py`
+and `leases.py`; here they are carried out. Called by `machine.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from coordinator import leases, membership, rounds
+from coordinator.events import ResultAccepted, UnitFailed
+from coordinator.membership import READY, Lease
+from coordinator.turn import Turn
+from protocol.entries import EndBody
+from protocol.messages import Ack, Assign, Cancel, Failed, Result, Unit
+
+QUEUE = 2  # units a node holds: one running, one waiting
+RESCUES = 16  # idle nodes helped per event: bounds the work of one step
+MAX_NOTE = 200  # characters of a node's words that are kept
+
+# ---------------------------------------------------------------- results
+
+
+def on_result(turn: Turn, peer: bytes, result: Result) -> None:
+    state, node = turn.state, turn.state.nodes[peer]
+    verdict = rounds.judge(state.lock, turn.round, result)
+    if verdict.kind == "ok" and node.number is None:
+        verdict = rounds.Verdict("refused", "this node is not on the roster yet")
+    if verdict.kind in ("ok", "duplicate"):
+        turn.observe(node.name, turn.round.number, result.digest)
+        if turn.state.stopped:
+            return
+    if verdict.conflict:
+        turn.count("conflicts")
+        turn.note("conflict", node=node.name, member=result.unit.member, reason=verdict.reason)
+    if verdict.kind == "ok":
+        return _accept(turn, peer, result)
+    held = turn.take(peer, result.unit)
+    turn.send(peer, Ack(result.unit, verdict.kind + f": {verdict.reason}" * (verdict.kind == "refused")))
+    _tally(turn, peer, verdict.kind)
+    if verdict.kind == "refused":
+        turn.count("refused results", f"{node.name}: {verdict.reason}")
+        turn.note(
+            "refused",
+            node=node.name,
+            round=result.unit.round,
+            member=result.unit.member,
+            reason=verdict.reason,
+        )
+        if held is not None:
+            _count_failure(turn, peer, result.unit, verdict.reason)
+    elif verdict.kind == "late":
+        turn.count("late")
+    assign(turn, [peer])
+
+
+def _accept(turn: Turn, peer: bytes, result: Result) -> None:
+    """Journal a result, acknowledge it, and see what it completes."""
+    unit, node = result.unit, turn.state.nodes[peer]
+    assert node.number is not None
+    turn.persist(ResultAccepted(node.number, result))
+    turn.set(round=rounds.fill(turn.round, node.number, result))
+    turn.set_node(replace(node, applied=turn.round.number, stalled=None))
+    held = turn.take(peer, unit)
+    if held is not None:
+        turn.set_node(membership.measured(turn.state.nodes[peer], held, turn.state.now))
+    turn.send(peer, Ack(unit, "ok"))
+    _tally(turn, peer, "accepted")
+    turn.note(
+        "unit",
+        round=unit.round,
+        kind=unit.kind,
+        member=unit.member,
+        first=unit.first,
+        last=unit.last,
+        node=node.name,
+        tokens=result.tokens,
+        times=result.times,
+        sums=result.sums,
+        floored=result.floored,
+    )
+    cells = turn.round.cells(unit)
+    freed = _drop_useless(turn) if cells and any(cells.leases) else []
+    before = turn.state.chain.round
+    close(turn)
+    assign(turn, None if turn.state.chain.round > before else [peer, *freed])
+
+
+def _drop_useless(turn: Turn) -> list[bytes]:
+    """Take back every leased unit whose result would change nothing any more."""
+    freed = []
+    for key, node in turn.state.nodes.items():
+        for lease in node.leases:
+            if not turn.round.needs(lease.unit):
+                turn.take(key, lease.unit, tell=True)
+                freed.append(key)
+    return freed
+
+
+def on_failed(turn: Turn, peer: bytes, message: Failed) -> None:
+    if turn.take(peer, message.unit) is None:
+        return  # said twice, or about a unit that was taken back
+    _tally(turn, peer, "failed")
+    _count_failure(turn, peer, message.unit, message.reason)
+    close(turn)
+    assign(turn)
+
+
+def _count_failure(turn: Turn, peer: bytes, unit: Unit, reason: str) -> None:
+    node = turn.state.nodes[peer]
+    reason = reason[:MAX_NOTE]
+    if node.number is None or not turn.round.needs(unit):
+        return
+    turn.persist(UnitFailed(node.number, unit, reason))
+    turn.set(round=rounds.fail(turn.round, node.number, unit, reason))
+    turn.note("failed", node=node.name, round=unit.round, member=unit.member, reason=reason)
+    give_up(turn)
+
+
+# ---------------------------------------------------------------- giving up, closing
+
+
+def give_up(turn: Turn) -> None:
+    """Declare members void that failed often enough."""
+    for unit, cells in list(rounds.every_unit(turn.round)):
+        if not cells.failures:
+            continue
+        void, reason = rounds.void_verdict(cells, len(turn.state.alive))
+        if void:
+            turn.set(round=rounds.void(turn.round, unit, reason, turn.state.lock.mirrored))
+            turn.count("void")
+            turn.note("void", round=unit.round, kind=unit.kind, member=unit.member, reason=reason)
+            _drop_useless(turn)
+
+
+def close(turn: Turn) -> None:
+    """Append every entry that is due: the score of a complete probe, a complete round's commit, the END."""
+    while not turn.over:
+        state, round = turn.state, turn.round
+        if round.probe is not None and round.probe.void:
+            turn.note("score", round=round.number, void=round.probe.void)
+            turn.set(round=replace(round, probe=None))
+        elif round.probe is not None:
+            if not round.probe.complete or state.digest is None:
+                return
+            turn.append(rounds.score_body(state.lock, round))
+        elif round.final:
+            if state.digest is None:
+                return
+            turn.append(EndBody(f"{round.number} rounds are done"))
+            turn.set(ending=state.now)
+        else:
+            closing, reason = rounds.closing(round, state.lock, state.ops)
+            if closing is None:
+                return
+            if len(closing.members) < rounds.MIN_MEMBERS:
+                why = closing.voids[0][1] if closing.voids else reason
+                turn.stop(
+                    f"round {round.number} has {len(closing.members)} members that could be evaluated: {why}",
+                    1,
+                )
+                return
+            if state.digest is None:
+                return
+            turn.append(rounds.commit_body(state.chain, round, closing))
+
+
+# ---------------------------------------------------------------- handing out
+
+
+def assign(turn: Turn, keys: Iterable[bytes] | None = None) -> None:
+    """Give these nodes (all by default) what they can take: one unit each, a waiting one, then the tail."""
+    state = turn.state
+    if turn.over or state.round is None:
+        return
+    chosen = [key for key in (state.nodes if keys is None else dict.fromkeys(keys)) if _may_work(turn, key)]
+    chosen.sort(key=lambda key: state.nodes[key].number or 0)
+    if keys is None:
+        turn.set(ready=len(chosen))
+    for depth in range(1, QUEUE + 1):
+        for key in chosen:
+            if len(turn.state.nodes[key].leases) < depth:
+                _give_next(turn, key)
+    idle = [key for key in chosen if not turn.state.nodes[key].leases]
+    for key in idle[:RESCUES]:
+        _rescue(turn, key)
+
+
+def _may_work(turn: Turn, key: bytes) -> bool:
+    node = turn.state.nodes[key]
+    return membership.standing(node, turn.round.number, turn.state.now)[0] == READY
+
+
+def _give_next(turn: Turn, key: bytes) -> None:
+    state = turn.state
+    unit, _ = leases.next_unit(turn.round, state.lock, state.nodes[key], state.ready, state.alive)
+    if unit is not None:
+        turn.give(key, unit)
+
+
+def _rescue(turn: Turn, key: bytes) -> None:
+    """Let an idle node take over at the tail of the round."""
+    state = turn.state
+    found, reason = leases.rescue(turn.round, state.lock, state.nodes.values(), state.nodes[key], state.now)
+    if found is None:
+        return
+    if found.victim is not None and found.old is not None:
+        turn.take(found.victim, found.old, tell=True)
+        if found.keep is not None:
+            turn.give(found.victim, found.keep)
+    turn.give(key, found.unit)
+    what = "duplicate" if found.victim is None else "taken over"
+    turn.note("lease", node=state.nodes[key].name, what=what, member=found.unit.member, reason=reason)
+
+
+# ---------------------------------------------------------------- repair
+
+
+def reconcile(turn: Turn, peer: bytes, listed: dict[Unit, int]) -> None:
+    """Make what a node says it holds (unit to progress, running ones first) and what is believed of it one.
+
+    What was assigned and is missing there is sent again; what it holds without a lease becomes one if it is
+    of use (a coordinator that restarted finds its nodes at work), and is cancelled if not.
+    """
+    now, node = turn.state.now, turn.state.nodes[peer]
+    if node.stalled and listed.get(node.stalled[0]) != node.stalled[1]:
+        node = replace(node, stalled=None)
+    kept = {}
+    for lease in node.leases:
+        still = _confirmed(turn, peer, lease, listed.get(lease.unit))
+        if still is not None:
+            kept[lease.unit] = still
+    for unit, progress in listed.items():
+        if unit in kept or (node.stalled and unit == node.stalled[0]):
+            continue
+        if turn.round.needs(unit):
+            kept[unit] = Lease(unit, now, now, now, progress, sent=False)
+            turn.set(round=rounds.lease(turn.round, unit, 1))
+        elif progress < 1000:  # a finished one only waits for its Ack
+            turn.send(peer, Cancel(unit))
+    order = {unit: k for k, unit in enumerate(listed)}
+    ordered = sorted(kept.values(), key=lambda lease: order.get(lease.unit, len(order)))
+    turn.set_node(replace(node, leases=tuple(ordered)))
+
+
+def _confirmed(turn: Turn, peer: bytes, lease: Lease, progress: int | None) -> Lease | None:
+    """A lease after the node's word on it: None from `progress` when it did not mention it."""
+    now = turn.state.now
+    if progress is not None:
+        return replace(lease, progress=progress, moved=now if progress != lease.progress else lease.moved)
+    if not lease.sent:
+        turn.set(round=rounds.lease(turn.round, lease.unit, -1))
+        return None
+    if now - lease.asked <= membership.RESEND_AFTER:
+        return lease
+    turn.send(peer, Assign(lease.unit, turn.round.parent[:8], int(membership.LOST_AFTER)))
+    return replace(lease, asked=now)
+
+
+def _tally(turn: Turn, peer: bytes, what: str) -> None:
+    node = turn.state.nodes[peer]
+    tally = node.tally
+    if what in ("accepted", "late", "refused", "failed"):
+        turn.set_node(replace(node, tally=replace(tally, **{what: getattr(tally, what) + 1})))
