@@ -1,18 +1,31 @@
 """What a task is. Lives here: the types every task shares and the episode protocol. Standard library only.
 
-A task is an episode: `start(item)` gives the chat so far, `reply(item, messages, text)` answers the model's text with
-either more messages or a `Score`. A single-turn task writes only `score(item, text)`. Called by `worker.py`,
-`scoring.py`, `prompts.py`, `locking.py` and `evaluate.py`.
+A task is an episode: `start(item)` gives the chat so far, `reply(item, messages, text)` answers the model's
+text with either the messages to append after it or a `Score`. A single-turn task writes only `score(item,
+text)`. Called by `episodes.py`, `scoring_worker.py`, `prompts.py`, `locking.py` and `evaluate.py`.
+
+Items are made once, by `items(argument, options)` when a plan is locked; afterwards a task is rebuilt from
+that data, on any machine, without the files or packages the items came from. `start` and `target` run in the
+node itself; `score`, `reply` and `score_batch` run in a process of their own, under limits.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from protocol.errors import UserError
+
 Item = Mapping[str, Any]  # one JSON object of the task's data
+Splits = tuple[Sequence[Item], Sequence[Item]]  # train, held out
 ChatMessage = dict[str, str]  # {"role": "system" | "user" | "assistant", "content": text}
+
+
+class TaskError(UserError):
+    """A task that does not exist, has no data, or whose options or files are wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +37,7 @@ class Score:
 
 
 class Task:
-    """Base of all tasks. Subclasses set the class attributes and write `score` (or `reply` for many turns)."""
+    """Base of all tasks. Subclasses set class attributes and write `items` and `score` (or `reply`)."""
 
     name: str = ""
     mode: str = "generate"  # or "likelihood": reward from log p(target | prompt), nothing is decoded
@@ -32,10 +45,50 @@ class Task:
     high: float = 1.0
     max_new_tokens: int = 64
     packages: tuple[str, ...] = ()  # PyPI names whose versions scoring depends on; the lock pins them
+    max_turns: int = 8  # an episode of several turns that is not over by then gets the floor
+    batched: bool = False  # scoring calls `score_batch` for all answers at once (with their limits added up)
+    defaults: Mapping[
+        str, Any
+    ] = {}  # options of `[run.task]` with their default values, which also fix their types
 
-    def __init__(self, train: Sequence[Item], heldout: Sequence[Item]) -> None:
+    def __init__(
+        self,
+        train: Sequence[Item],
+        heldout: Sequence[Item],
+        options: Mapping[str, Any] | None = None,
+        argument: str = "",
+    ) -> None:
         self.train = tuple(train)
         self.heldout = tuple(heldout)
+        self.options = {**self.defaults, **(options or {})}
+        self.argument = argument  # what follows `name:` in the spec
+
+    @classmethod
+    def items(cls, argument: str, options: Mapping[str, Any]) -> Splits:
+        """The items of both splits, JSON objects, made when a plan is locked."""
+        raise NotImplementedError(f"task {cls.name!r} defines no items")
+
+    @classmethod
+    def locate(cls, argument: str, folder: Path | None) -> str:
+        """The argument with a file of the operator's code folder resolved; only `python:` has one."""
+        return argument
+
+    @classmethod
+    def settle(cls, argument: str, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Options as they enter the lock, completed from what the task itself declares."""
+        return dict(options)
+
+    @classmethod
+    def sources(cls, argument: str) -> list[Path]:
+        """The files whose bytes decide a score; the lock pins their digest."""
+        return [Path(inspect.getfile(cls))]
+
+    def warm_up(self) -> None:
+        """Called once in the scoring process before the first answer: import here what scoring needs."""
+
+    def items_of(self, split: str) -> tuple[Item, ...]:
+        """The items of "train" or "heldout"."""
+        return {"train": self.train, "heldout": self.heldout}[split]
 
     @property
     def floor(self) -> float:
@@ -43,9 +96,18 @@ class Task:
         return self.low
 
     def start(self, item: Item) -> list[ChatMessage]:
-        return [{"role": "user", "content": str(item["prompt"])}]
+        """The chat before the model speaks: `item["messages"]`, or `item["prompt"]` after an optional system
+        text.
+        """
+        if "messages" in item:
+            return [dict(message) for message in item["messages"]]
+        system = [{"role": "system", "content": str(item["system"])}] if "system" in item else []
+        return [*system, {"role": "user", "content": str(item["prompt"])}]
 
     def reply(self, item: Item, messages: Sequence[ChatMessage], text: str) -> list[ChatMessage] | Score:
+        """What follows the model's `text` (not yet among `messages`): messages to append, or the end of the
+        episode.
+        """
         return self.score(item, text)
 
     def score(self, item: Item, text: str) -> Score:
@@ -60,5 +122,7 @@ class Task:
 
     def likelihood_score(self, item: Item, loglik: float, tokens: int) -> Score:
         """Score of a target of `tokens` tokens with summed log-likelihood `loglik` (likelihood mode only)."""
+        if loglik != loglik:  # NaN would pass through min() as the best score there is
+            raise ValueError("the log-likelihood is not a number")
         mean = max(self.low, min(self.high, loglik / max(tokens, 1)))
         return Score(mean, loglik > -0.6931471805599453 * max(tokens, 1))

@@ -1,0 +1,333 @@
+"""Scoring that cannot take the daemon down. Lives here: `Scorer`, the parent's side of a scoring process.
+
+Every answer is scored in a child process (`scoring_worker.py`) under limits of time, CPU and memory. An
+answer whose scorer raises, hangs, crashes or returns nonsense gets the task's floor, is counted, and the
+reason is kept; a child that hung or died is killed with everything it started, and a new one takes its place.
+Called by `episodes.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeAlias
+
+import esnode
+from esnode.engines.interface import Cancelled, StopCheck, never
+from esnode.scoring_worker import FRAME_LIMIT, pack, unpack
+from esnode.tasks import ChatMessage, Score, open_task
+from protocol.errors import UserError
+
+START_SECONDS = 60.0  # importing what a scorer needs, on a busy machine
+LOOK_SECONDS = 0.05  # how often a waiting parent looks whether its work was cancelled
+MEMORY_BYTES = 2 * 1024**3
+KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "SYSTEMROOT")
+log = logging.getLogger(__name__)
+
+
+class ScorerError(UserError):
+    """The scoring process cannot start: the task's code, data or packages are not usable on this machine."""
+
+
+class _Gone(Exception):
+    """The child ended, or sent what is no answer; the text says how."""
+
+
+class _TooSlow(Exception):
+    """Nothing came within the time limit."""
+
+
+_Answer: TypeAlias = tuple[int, str, Sequence[ChatMessage]]  # item number, text, conversation so far
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One answer that got the floor because its scorer failed."""
+
+    split: str
+    index: int
+    reason: str
+
+
+class Scorer:
+    """Scores answers of one task in a process of its own. Not thread-safe: one caller at a time.
+
+    `options` are settled ones and `data` is the blob they came with (`tasks.materialise`);
+    `options["time_limit"]` is in seconds per answer. The child starts with `start()` or the first answer, so
+    that importing overlaps other work.
+    """
+
+    def __init__(
+        self, spec: str, options: Mapping[str, Any], data: bytes, *, code: Path | None = None,
+        memory_bytes: int = MEMORY_BYTES,
+    ) -> None:  # fmt: skip
+        self.task = open_task(spec, options, data, code=code)
+        self.seconds = float(options.get("time_limit", 5.0))
+        self.failures: list[Failure] = []
+        self.reasons: Counter[str] = Counter()
+        self._opening = {
+            "spec": spec,
+            "options": dict(options),
+            "data": data,
+            "code": str(code) if code else "",
+            "seconds": self.seconds,
+            "memory": memory_bytes,
+        }
+        self._child: _Child | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Start the child if none runs; does not wait for it."""
+        if self._child is None:
+            self._child = _Child(self._opening)
+
+    def close(self) -> None:
+        """End the child and everything it started. The scorer can be used again."""
+        if self._child is not None:
+            self._child.kill()
+            self._child = None
+
+    def score_batch(
+        self, split: str, indices: Sequence[int], texts: Sequence[str], stop: StopCheck = never
+    ) -> list[Score]:
+        """One score per answer of a single-turn task; raises ValueError if the task asks for another turn."""
+        scores: list[Score] = []
+        for outcome in self.reply_batch(split, indices, texts, None, stop):
+            if not isinstance(outcome, Score):
+                raise ValueError(f"task {self.task.name!r} has several turns: use reply_batch")
+            scores.append(outcome)
+        return scores
+
+    def reply_batch(
+        self,
+        split: str,
+        indices: Sequence[int],
+        texts: Sequence[str],
+        conversations: Sequence[Sequence[ChatMessage]] | None,
+        stop: StopCheck = never,
+    ) -> list[Score | list[ChatMessage]]:
+        """What follows each answer: its score, or the messages to append to its conversation.
+
+        `indices` are item numbers within the split. Raises Cancelled when `stop()` turns true, ScorerError
+        when no child can be started.
+        """
+        assert all(0 <= index < len(self.task.items_of(split)) for index in indices)
+        answers = list(zip(indices, texts, conversations or [()] * len(texts), strict=True))
+        if self.task.batched and len(answers) > 1:
+            replies, fate = self._request(split, answers, stop)
+            if fate is None and all(reply[0] != "failed" for reply in replies):
+                return [
+                    self._judged(reply, split, index) for reply, index in zip(replies, indices, strict=True)
+                ]
+        # A batch that failed as a whole is tried again answer by answer, so that only the guilty ones pay.
+        step = 1 if self.task.batched else len(answers)
+        outcomes: list[Score | list[ChatMessage]] = []
+        while len(outcomes) < len(answers):
+            wanted = answers[len(outcomes) :][:step]
+            replies, fate = self._request(split, wanted, stop)
+            outcomes += [self._judged(reply, split, wanted[at][0]) for at, reply in enumerate(replies)]
+            if fate is not None:
+                outcomes.append(self._failed(split, wanted[len(replies)][0], fate))
+        return outcomes
+
+    def _request(
+        self, split: str, answers: Sequence[_Answer], stop: StopCheck
+    ) -> tuple[list[Any], str | None]:
+        """The child's replies in order, and what became of it when there are fewer than answers."""
+        indices, texts, talks = zip(*answers, strict=True)
+        limit = self.seconds * (len(answers) if self.task.batched else 1)
+        replies: list[Any] = []
+        child = self._ready(stop)
+        try:
+            child.send([split, indices, texts, talks], limit)
+            while len(replies) < (len(answers)):
+                replies.append(child.receive(limit, stop))
+        except _TooSlow:
+            self.close()
+            return replies, f"ran over its time limit of {self.seconds:g} s"
+        except _Gone as gone:
+            self.close()
+            return replies, str(gone)
+        except Cancelled:
+            self.close()  # it may be in the middle of an answer
+            raise
+        return replies, None
+
+    def _ready(self, stop: StopCheck) -> _Child:
+        if self._child is not None and self._child.dead:
+            self.close()  # it died between two requests: no answer's fault
+        self.start()
+        assert self._child is not None
+        try:
+            self._child.ready(stop)
+        except (_Gone, _TooSlow) as error:
+            self.close()
+            raise ScorerError(f"the scorer of task {self.task.name!r} does not start: {error}") from error
+        except (ScorerError, Cancelled):
+            self.close()
+            raise
+        return self._child
+
+    def _judged(self, reply: Any, split: str, index: int) -> Score | list[ChatMessage]:
+        """A reply taken at its word only where it is a finite reward within the declared range."""
+        match reply:
+            case ["more", list() as messages]:
+                return messages
+            case ["score", float() as reward, bool() as correct]:
+                if math.isfinite(reward) and self.task.low <= reward <= self.task.high:
+                    return Score(reward, correct)
+                declared = f"{self.task.low:g} to {self.task.high:g}"
+                return self._failed(
+                    split, index, f"the reward is {reward!r}, outside the declared {declared}"
+                )
+            case ["failed", str() as reason]:
+                return self._failed(split, index, reason)
+        return self._failed(split, index, "the scoring process sent nonsense")
+
+    def _failed(self, split: str, index: int, reason: str) -> Score:
+        if reason not in self.reasons:
+            floor = self.task.floor
+            log.warning("%s: %s item %d gets %g: %s", self.task.name, split, index, floor, reason)
+        self.reasons[reason] += 1
+        self.failures.append(Failure(split, index, reason))
+        return Score(self.task.floor, False)
+
+
+class _Child:
+    """One scoring process and the two pipes to it."""
+
+    def __init__(self, opening: Mapping[str, Any]) -> None:
+        root = str(Path(esnode.__file__).parent.parent)
+        environment = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+        environment |= {
+            "PYTHONHASHSEED": "0",
+            "OMP_NUM_THREADS": "1",
+        }  # equal scores everywhere; one core at most
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "esnode.scoring_worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,  # its own group: Ctrl-C is not for it, kill() reaches its children
+            bufsize=0,
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
+        os.set_blocking(self._in, False)
+        os.set_blocking(self._out, False)
+        self._received = bytearray()
+        self._ready = False
+        with contextlib.suppress(_Gone, _TooSlow):  # `ready` meets the same and says so
+            self.send(opening, START_SECONDS)
+
+    @property
+    def dead(self) -> bool:
+        """Whether the process has ended."""
+        return self._process.poll() is not None
+
+    def ready(self, stop: StopCheck) -> None:
+        """Wait until the task is open in the child. Raises ScorerError with the child's own words."""
+        if self._ready:
+            return
+        match self.receive(START_SECONDS, stop):
+            case ["ready"]:
+                self._ready = True
+            case ["refused", str() as reason]:
+                raise ScorerError(reason)
+            case _:
+                raise _Gone("the scoring process sent nonsense")
+
+    def send(self, value: Any, seconds: float) -> None:
+        """Write one frame. Raises _Gone or _TooSlow."""
+        frame = memoryview(pack(value))
+        deadline = time.monotonic() + seconds
+        while frame:
+            try:
+                frame = frame[os.write(self._in, frame) :]
+            except BlockingIOError:
+                self._wait(self._in, select.POLLOUT, deadline, never)
+            except BrokenPipeError as error:
+                raise _Gone(self._fate()) from error
+
+    def receive(self, seconds: float, stop: StopCheck) -> Any:
+        """The value of the next frame. Raises _Gone, _TooSlow, or Cancelled when `stop()` turns true."""
+        deadline = time.monotonic() + seconds
+        body = self._take(self._take_length(deadline, stop), deadline, stop)
+        try:
+            return unpack(body)
+        except ValueError as error:
+            raise _Gone("sent nonsense") from error
+
+    def _take_length(self, deadline: float, stop: StopCheck) -> int:
+        length = int.from_bytes(self._take(4, deadline, stop), "little")
+        if length > FRAME_LIMIT:
+            raise _Gone("sent nonsense")
+        return length
+
+    def _take(self, count: int, deadline: float, stop: StopCheck) -> bytes:
+        while len(self._received) < count:
+            try:
+                part = os.read(self._out, 1 << 16)
+            except BlockingIOError:
+                self._wait(self._out, select.POLLIN, deadline, stop)
+                continue
+            if not part:
+                raise _Gone(self._fate())
+            self._received += part
+        taken = bytes(self._received[:count])
+        del self._received[:count]
+        return taken
+
+    def _wait(self, pipe: int, event: int, deadline: float, stop: StopCheck) -> None:
+        poll = select.poll()
+        poll.register(pipe, event)
+        while True:
+            left = deadline - time.monotonic()
+            if poll.poll(1000 * max(0.0, min(LOOK_SECONDS, left))):
+                return
+            if left <= 0:  # after the look, so that a parent that was itself held up blames nobody
+                raise _TooSlow("it took too long")
+            if stop():
+                raise Cancelled
+
+    def _fate(self) -> str:
+        """How the process ended, in words."""
+        try:
+            code = self._process.wait(timeout=1.0)
+        except subprocess.TimeoutExpired:
+            return "closed its pipes"
+        if code < 0:
+            return f"crashed ({signal.Signals(-code).name})"
+        return f"ended its process with exit code {code}"
+
+    def kill(self) -> None:
+        """End the process and everything it started, and wait for it."""
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            self._process.kill()  # already gone (or, on macOS, a zombie group): this does nothing then
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()

@@ -1,0 +1,148 @@
+"""python:<file.py>: a task in the user's own file.
+
+The file defines `items()`, returning `(train, heldout)` lists of JSON objects, and `score(item, text)`,
+returning a number, a `(number, correct)` pair or a `Score`. An item holds `prompt` (or `messages`) unless the
+file defines `start(item)`. Optional: `reply(item, messages, text)` for several turns, and the constants LOW,
+HIGH (0 and 1), MAX_NEW_TOKENS (64), MAX_TURNS (8).
+
+Code is loaded only from the folder that the operator of this machine names, never from the network, and only
+if its SHA-256 is the one that plan and lock pin. Scoring runs in the scoring process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from esnode.tasks.interface import ChatMessage, Item, Score, Splits, Task, TaskError
+
+FOLDER_VARIABLE = "ESNODE_TASK_DIR"
+
+
+class PythonTask(Task):
+    """The argument, once located, is the path of the user's file."""
+
+    name = "python"
+    # `code` pins the file's SHA-256; the rest is filled in from its constants.
+    defaults: Mapping[str, Any] = {"code": "", "low": 0.0, "high": 1.0, "max_new_tokens": 64, "max_turns": 8}
+
+    def __init__(
+        self,
+        train: Sequence[Item],
+        heldout: Sequence[Item],
+        options: Mapping[str, Any] | None = None,
+        argument: str = "",
+    ) -> None:
+        super().__init__(train, heldout, options, argument)
+        self.low, self.high = self.options["low"], self.options["high"]
+        self.max_new_tokens, self.max_turns = self.options["max_new_tokens"], self.options["max_turns"]
+        self._code: ModuleType | None = None
+        _pinned(Path(argument), self.options["code"])
+
+    @classmethod
+    def locate(cls, argument: str, folder: Path | None) -> str:
+        named = folder or (Path(os.environ[FOLDER_VARIABLE]) if os.environ.get(FOLDER_VARIABLE) else None)
+        if named is None:
+            raise TaskError(
+                f"task 'python:{argument}' runs your own code: name the folder it may come from with "
+                f"--task-dir or {FOLDER_VARIABLE}"
+            )
+        root = named.expanduser().resolve()
+        path = (root / argument).resolve()
+        if not path.is_relative_to(root):
+            raise TaskError(f"task 'python:{argument}': {path} lies outside the task folder {root}")
+        if not path.is_file():
+            raise TaskError(f"task 'python:{argument}': there is no file {path}")
+        return str(path)
+
+    @classmethod
+    def settle(cls, argument: str, options: Mapping[str, Any]) -> dict[str, Any]:
+        path = Path(argument)
+        module = _load(path, options["code"])
+        declared = {
+            "code": _digest(_pinned(path, options["code"])),
+            "low": float(getattr(module, "LOW", options["low"])),
+            "high": float(getattr(module, "HIGH", options["high"])),
+            "max_new_tokens": int(getattr(module, "MAX_NEW_TOKENS", options["max_new_tokens"])),
+            "max_turns": int(getattr(module, "MAX_TURNS", options["max_turns"])),
+        }
+        if not declared["low"] < declared["high"]:
+            raise TaskError(f"{path}: LOW = {declared['low']} must be below HIGH = {declared['high']}")
+        return {**options, **declared}
+
+    @classmethod
+    def items(cls, argument: str, options: Mapping[str, Any]) -> Splits:
+        module = _load(Path(argument), options["code"])
+        for needed in ("items", "score"):
+            if not callable(getattr(module, needed, None)) and not (
+                needed == "score" and hasattr(module, "reply")
+            ):
+                raise TaskError(f"{argument} defines no function {needed}()")
+        made = module.items()
+        if not isinstance(made, tuple) or len(made) != 2:
+            raise TaskError(f"{argument}: items() must return (train, heldout), two lists of objects")
+        start = getattr(module, "start", None)
+        train, heldout = (
+            [{**item, "messages": start(item)} if start else dict(item) for item in s] for s in made
+        )
+        return train, heldout
+
+    @classmethod
+    def sources(cls, argument: str) -> list[Path]:
+        return [*super().sources(argument), Path(argument)]
+
+    def warm_up(self) -> None:
+        self._code = _load(Path(self.argument), self.options["code"])
+
+    def score(self, item: Item, text: str) -> Score:
+        return self._scored(self._module().score(item, text))
+
+    def reply(self, item: Item, messages: Sequence[ChatMessage], text: str) -> list[ChatMessage] | Score:
+        answer = getattr(self._module(), "reply", None)
+        if answer is None:
+            return self.score(item, text)
+        given = answer(item, list(messages), text)
+        return given if isinstance(given, list) else self._scored(given)
+
+    def _module(self) -> ModuleType:
+        if self._code is None:
+            raise RuntimeError("the user's code is loaded in the scoring process only")
+        return self._code
+
+    def _scored(self, given: Any) -> Score:
+        if isinstance(given, Score):
+            return given
+        reward, correct = given if isinstance(given, tuple) else (given, None)
+        return Score(reward, reward == self.high if correct is None else bool(correct))
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _pinned(path: Path, pinned: str) -> bytes:
+    content = path.read_bytes()
+    found = _digest(content)
+    if pinned and found != pinned:
+        raise TaskError(
+            f"{path} is not the code this plan pins: SHA-256 {found[:16]}..., pinned {pinned[:16]}..."
+        )
+    return content
+
+
+def _load(path: Path, pinned: str) -> ModuleType:
+    """Run exactly the bytes that were checked, as a module of its own."""
+    content = _pinned(path, pinned)
+    module = ModuleType(f"esnode_user_task_{_digest(content)[:16]}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module  # dataclasses and type hints look their module up
+    try:
+        exec(compile(content, str(path), "exec"), module.__dict__)
+    except Exception as error:
+        raise TaskError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
+    return module
