@@ -118,7 +118,7 @@ def _elements(shape: tuple[int, ...]) -> int:
 
 
 def resolve(path: Path, out: Path, data_out: Path | None, tell: Tell) -> Lock:
-    """Resolve a plan with this user's signing key, as `esnode run` does, and write the lock (and the task's data).
+    """Resolve a plan with this user's signing key, as `esnode run` does; write the lock and the task's data.
 
     A file that is already there is only replaced by the same bytes.
     """

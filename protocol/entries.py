@@ -187,10 +187,10 @@ _KIND_OF: dict[type[Body], EntryKind] = {
 }
 
 
-def short(reason: str) -> str:
-    """A reason cut to MAX_REASON characters, with what UTF-8 cannot carry replaced."""
-    clean = reason.encode("utf-8", "replace").decode("utf-8")
-    return clean if len(clean) <= MAX_REASON else clean[: MAX_REASON - 3] + "..."
+def short(words: str, longest: int = MAX_REASON) -> str:
+    """Words for people, cut to a length, with what UTF-8 cannot carry replaced."""
+    clean = words.encode("utf-8", "replace").decode("utf-8")
+    return clean if len(clean) <= longest else clean[: longest - 3] + "..."
 
 
 def _payload(body: Body) -> list[Any]:
@@ -199,10 +199,10 @@ def _payload(body: Body) -> list[Any]:
         return [body.lock]
     if isinstance(body, CommitBody):
         rows = b"".join(_ROW.pack(m.index, m.seed, m.reward, m.evaluator) for m in body.members)
-        voids = [(index, short(reason)) for index, reason in body.voids]
+        voids = tuple((index, short(reason)) for index, reason in body.voids)
         return [body.alpha, body.sigma, rows, voids, body.closed, body.snapshot]
     if isinstance(body, RosterBody):
-        return [[(a.number, a.key, a.name) for a in body.admitted], body.revoked]
+        return [[(a.number, a.key, short(a.name, MAX_NAME)) for a in body.admitted], body.revoked]
     if isinstance(body, AmendBody):
         return [body.from_round, body.alpha, body.sigma, body.members, body.trusted]
     if isinstance(body, ScoreBody):
@@ -286,6 +286,33 @@ def split(data: bytes, offset: int = 0) -> bytes:
     return raw
 
 
+def packed(raw: bytes) -> bytes:
+    """An entry as it travels: body and signature, without what follows from them. MalformedEntry if none."""
+    if split(raw) != raw:
+        raise MalformedEntry("bytes follow the entry")
+    return raw[4 : -HASH - SIGNATURE] + raw[-SIGNATURE:]
+
+
+def unpacked(data: bytes) -> bytes:
+    """The inverse of `packed`: the raw bytes. MalformedEntry when there is no room for a body."""
+    body, signature = data[:-SIGNATURE], data[-SIGNATURE:]
+    if not body or len(body) > MAX_BODY:
+        raise MalformedEntry(f"an entry of {len(data)} bytes")
+    return len(body).to_bytes(4, "little") + body + hash_of(body) + signature
+
+
+def _fields(kind: EntryKind, body: bytes) -> tuple[Any, ...]:
+    """The body's elements, typed. One value has one encoding: what differs was not written by these rules."""
+    try:
+        fields: tuple[Any, ...] = _DECODERS[kind].decode(body)
+        canonical = msgspec.msgpack.encode(fields) == body and fields[0] == kind
+    except (msgspec.DecodeError, UnicodeError) as error:
+        raise MalformedEntry(f"a {kind.name} entry with a field out of its type: {error}") from error
+    if not canonical:
+        raise MalformedEntry(f"a {kind.name} entry that is not in canonical encoding")
+    return fields
+
+
 def parse(raw: bytes) -> Entry:
     """One entry from its exact bytes: structure, hash and types checked, not signatures. MalformedEntry."""
     if len(split(raw)) != len(raw):
@@ -294,16 +321,7 @@ def parse(raw: bytes) -> Entry:
     kind = body[1] if len(body) > 1 else -1
     if kind not in _KIND_OF.values():
         raise MalformedEntry(f"unknown entry kind {kind}: written by a newer version, or no entry at all")
-    try:
-        fields = _DECODERS[EntryKind(kind)].decode(body)
-        # One value has one encoding: what differs was not written by the format's rules.
-        canonical = msgspec.msgpack.encode(fields) == body
-    except (msgspec.DecodeError, UnicodeError) as error:
-        raise MalformedEntry(
-            f"a {EntryKind(kind).name} entry with a field out of its type: {error}"
-        ) from error
-    if not canonical or fields[0] != kind:
-        raise MalformedEntry(f"a {EntryKind(kind).name} entry that is not in canonical encoding")
+    fields = _fields(EntryKind(kind), body)
     _, parent, term, nonce, round, digest = fields[:6]
     return Entry(
         EntryKind(kind),

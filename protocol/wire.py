@@ -8,13 +8,13 @@ Whatever the bytes are, it returns a message or raises MalformedMessage.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import msgpack
 import msgspec
 
-from protocol.entries import HASH, MAX_BODY, MAX_NAME, MAX_REASON, OVERHEAD, short
+from protocol.entries import HASH, MAX_NAME, MAX_REASON, MalformedEntry, packed, short, unpacked
 from protocol.lock import MAX_MEMBERS
 from protocol.messages import (
     RULE_BY_TAG,
@@ -53,13 +53,16 @@ def encode(message: Message) -> bytes:
     for name in ("reason", "verdict"):
         if name in message.__struct_fields__:
             message = msgspec.structs.replace(message, **{name: short(getattr(message, name))})
-    plain = msgspec.to_builtins(message, builtin_types=(bytes,))
-    frame = cast(bytes, msgpack.packb([rule.tag, *plain], use_bin_type=True))
-    if len(frame) > rule.limit:
-        raise ValueError(f"{type(message).__name__} of {len(frame)} bytes, the limit is {rule.limit}")
     reason = _fault(message)
     if reason:
-        raise ValueError(f"{type(message).__name__}: {reason}")
+        raise ValueError(f"{rule.type.__name__}: {reason}")
+    try:
+        plain = msgspec.to_builtins(_entries(message, packed), builtin_types=(bytes,))
+    except MalformedEntry as error:
+        raise ValueError(f"{rule.type.__name__}: {error}") from error
+    frame = cast(bytes, msgpack.packb([rule.tag, *plain], use_bin_type=True))
+    if len(frame) > rule.limit:
+        raise ValueError(f"{rule.type.__name__} of {len(frame)} bytes, the limit is {rule.limit}")
     return frame
 
 
@@ -83,13 +86,23 @@ def decode(frame: bytes, sender: str) -> AnyMessage:
         if rule.type is Hello:  # sent before a version is agreed: what later versions append is theirs
             fields = fields[: len(Hello.__struct_fields__)]
         # bytes are named as a plain type: otherwise msgspec would take base64 text for them
-        message = msgspec.convert(fields, rule.type, strict=True, builtin_types=(bytes,))
-    except (ValueError, TypeError, msgpack.exceptions.UnpackException, msgspec.ValidationError) as error:
+        found = msgspec.convert(fields, rule.type, strict=True, builtin_types=(bytes,))
+        message = _entries(found, unpacked)
+    except (ValueError, TypeError, msgpack.exceptions.UnpackException, MalformedEntry) as error:
         raise MalformedMessage(f"{name}: {error or type(error).__name__}") from error
     reason = _fault(message)
     if reason:
         raise MalformedMessage(f"{name}: {reason}")
     return cast(AnyMessage, message)
+
+
+def _entries(message: Message, change: Callable[[bytes], bytes]) -> Message:
+    """The message with its ledger entries packed or unpacked; their hashes need not travel."""
+    if isinstance(message, Commit):
+        return msgspec.structs.replace(message, entry=change(message.entry))
+    if isinstance(message, Entries):
+        return msgspec.structs.replace(message, entries=tuple(map(change, message.entries)))
+    return message
 
 
 def _rule(frame: bytes, sender: str) -> Rule:
@@ -144,10 +157,6 @@ def _fault(message: Message) -> str:
                 return fault
     if isinstance(message, Result) and len(message.sums) != message.unit.last - message.unit.first + 1:
         return f"{len(message.sums)} sums for chunks {message.unit.first} to {message.unit.last}"
-    if isinstance(message, Entries | Commit):
-        raws = message.entries if isinstance(message, Entries) else (message.entry,)
-        if any(not OVERHEAD < len(raw) <= OVERHEAD + MAX_BODY for raw in raws):
-            return "an entry of impossible size"
     return ""
 
 
