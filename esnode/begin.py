@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from esnode import planfile
 from esnode.folder import RunFolder, write_file
 from esnode.rebuild import Tell
 from protocol import keys, plan
@@ -49,14 +50,8 @@ def draft(request: Request) -> str:
     if request.plan is None:
         text = template(request.task or DEMO_TASK, request.model or DEMO_MODEL)
     else:
-        try:
-            text = request.plan.read_text(encoding="utf-8")
-        except OSError as error:
-            raise RequestError(f"cannot read the plan {request.plan}: {error.strerror}.") from error
-        except UnicodeDecodeError as error:
-            raise RequestError(
-                f"the plan {request.plan} is no text file (byte {error.start} is not UTF-8)."
-            ) from error
+        planfile.read_plan(request.plan)  # refuses what is no plan, in words
+        text = request.plan.read_text(encoding="utf-8")
     written = plan.parse(text)
     wanted = _with_flags(written, request)
     return text if wanted == written else plan.render(wanted)

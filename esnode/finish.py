@@ -132,7 +132,7 @@ def summary(past: History, costs: Costs) -> list[tuple[str, str]]:
     rows = [("run", f"{past.lock.run_id.hex()[:16]}, {past.title}")]
     if past.rounds:
         first, last = past.rounds[0], past.rounds[-1]
-        rows.append(("rounds", f"{len(past.rounds)} of {last.members} members"))
+        rows.append(("rounds", f"{len(past.rounds)}, with {last.members} members each"))
         rows.append(("reward", f"{first.mean:.4f} in the first round, {last.mean:.4f} in the last"))
     if past.heldout:
         first_score, last_score = past.heldout[0], past.heldout[-1]

@@ -21,6 +21,7 @@ from rich.text import Text
 from esnode.history import Costs, HeldOut, History, Round
 from esnode.rebuild import Tell
 from esnode.sketch import sparkline
+from esnode.standing import node_words
 
 STAGES = ("generate", "perturb", "update", "score")
 
@@ -123,8 +124,8 @@ def _left(now: Snapshot) -> str:
 
 
 def _members(now: Snapshot) -> tuple[int, int]:
-    current = now.status.get("round", {})
-    return int(current.get("done", 0)), int(current.get("members", now.history.lock.members))
+    members = now.status.get("members", {})
+    return int(members.get("done", 0)), int(members.get("total", now.history.lock.members))
 
 
 def _reward(history: History) -> str:
@@ -173,8 +174,8 @@ def _shares(costs: Costs) -> str:
 
 def _nodes(status: Mapping[str, Any]) -> list[tuple[str, str]]:
     if not status:
-        return [("", "the coordinator is starting")]
-    nodes = status.get("nodes", [])
-    if not nodes:
-        return [("nodes", "paused: no node is connected yet (they load the model first)")]
-    return [(str(node["name"]), str(node.get("doing", ""))) for node in nodes]
+        return [("", "the coordinator does not answer yet")]
+    rows = [(str(node["name"]), node_words(node)) for node in status["nodes"]]
+    if status["state"] != "running":
+        rows.insert(0, ("state", f"{status['state']}: {status['reason']}"))
+    return rows

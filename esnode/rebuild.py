@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from protocol import ledger as ledger_file
-from protocol import plan
 from protocol.errors import UserError
 from protocol.ledger import Chain, Damage, Entry, EntryKind
 from protocol.lock import Lock
@@ -42,10 +41,6 @@ class DamagedLedger(UserError):
 
 class NoSuchRound(UserError):
     """A round was asked for that the ledger does not hold."""
-
-
-class WrongBase(UserError):
-    """The model given as base is not the one the ledger starts from."""
 
 
 class WrongWeights(UserError):
@@ -143,8 +138,8 @@ def at(
     """The weights after `round` commits (all of them when None), in an engine ready to use.
 
     `base` is a model folder, GGUF file or hub id; left out, the lock's label is looked for. Raises
-    DamagedLedger (only when no round is named), NoSuchRound, WrongBase, WrongWeights, and what loading a
-    model may raise.
+    DamagedLedger (only when no round is named), NoSuchRound, manifest.WrongBase, WrongWeights, and what
+    loading a model may raise.
     """
     opened = ledger if isinstance(ledger, Ledger) else open_ledger(ledger)
     damage = damage_of(opened)
@@ -165,15 +160,17 @@ def start(
     tell: Tell = silent,
 ) -> Rebuilt:
     """The weights of round 0 in an engine, for `advance`. Arguments and errors as of `at`."""
-    from esnode import models
+    from esnode import ancestry, models
     from esnode.engines import transformers_engine
 
     began = time.monotonic()
     tell("loading the base model", 0, 1)
-    model = models.resolve(base or _usual_base(ledger))
-    engine = transformers_engine.load(ledger.lock, model.path, threads=threads, backend=backend)
+    lock = ledger.lock
+    model = models.resolve(base) if base else models.find_by_base(lock.base, lock.model)
+    weights = ancestry.starting_folder(lock, model.path, ledger.parents, tell)
+    engine = transformers_engine.load(lock, weights, threads=threads, backend=backend)
     digest = engine.digest()
-    require_start(ledger.lock, digest, model)
+    _require_start(lock, digest, model)
     tell("loading the base model", 1, 1)
     return Rebuilt(engine, ledger, model, 0, digest, 0, time.monotonic() - began, 0.0)
 
@@ -191,16 +188,9 @@ def advance(rebuilt: Rebuilt, round: int, tell: Tell = silent) -> Rebuilt:
     )
 
 
-def _usual_base(ledger: Ledger) -> str:
-    """Where the base model most likely is: what the plan beside the ledger says, else the lock's label."""
-    beside = ledger.path.parent / "plan.toml"
-    if beside.is_file():
-        return plan.parse(beside.read_text(encoding="utf-8")).model
-    return ledger.lock.model
+def _require_start(lock: Lock, digest: int, model: ModelFolder) -> None:
+    from esnode.manifest import WrongBase
 
-
-def require_start(lock: Lock, digest: int, model: ModelFolder) -> None:
-    """WrongBase unless freshly loaded weights have the digest the lock starts from."""
     if digest != lock.digest:
         raise WrongBase(
             f"{model.path} is not the base model of this ledger: its digest is {digest:016x}, the "
@@ -295,6 +285,8 @@ def verify(
 
     Damage, another base model and other weights are verdicts; a missing file or model raises.
     """
+    from esnode.manifest import WrongBase
+
     opened = open_ledger(path)
     fault = damage_of(opened)
     rebuilt = None

@@ -85,6 +85,6 @@ def status(folder: Path, as_json: bool) -> None:
 
     now = standing.of(folder)
     if as_json:
-        click.echo(json.dumps(now.as_json(), indent=1))
+        click.echo(json.dumps(now, indent=1))
     else:
-        Console().print(now.view())
+        Console().print(standing.words(now))

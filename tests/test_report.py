@@ -1,0 +1,349 @@
+"""Reports from files alone: history of a ledger, costs of a folder, plots, the live view, TensorBoard."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from esnode import finish, history, progress, report, sketch, standing
+from esnode.board import Board
+from esnode.folder import RunFolder
+from esnode.history import Costs, LedgerTail, Tail
+from esnode.progress import Snapshot
+from protocol import ledger
+from protocol.entries import (
+    Admission,
+    Body,
+    CommitBody,
+    EndBody,
+    Entry,
+    LockBody,
+    MemberReward,
+    RosterBody,
+    ScoreBody,
+    public_key,
+    seal,
+)
+from protocol.lock import Lock, TensorSpec
+from protocol.seeds import member_seed
+
+KEY = bytes(range(32))
+MEMBERS = 4
+
+
+def make_lock(**changes: Any) -> Lock:
+    fields: dict[str, Any] = {
+        "model": "tiny",
+        "base": "00" * 32,
+        "digest": 7,
+        "manifest": (TensorSpec("w", (4,), "float32", True),),
+        "task": "likelihood:pairs.jsonl",
+        "data": "11" * 32,
+        "scorer": "22" * 32,
+        "train_prompts": 4,
+        "heldout_prompts": 4,
+        "train_tokens": "33" * 32,
+        "heldout_tokens": "44" * 32,
+        "reward_low": -20.0,
+        "reward_high": 0.0,
+        "members": MEMBERS,
+        "mirrored": False,
+        "sigma": (0.001953125,),
+        "alpha": (0.01,),
+        "per_round": 4,
+        "chunk": 1,
+        "max_new_tokens": 4,
+        "trusted": (public_key(KEY).hex(),),
+    }
+    return Lock(**{**fields, **changes})
+
+
+@dataclass
+class Scribe:
+    """Signs entries one after the other."""
+
+    lock: Lock
+
+    def __post_init__(self) -> None:
+        self.chain = ledger.Chain()
+        self.write(LockBody(self.lock.to_bytes()))
+        self.write(RosterBody((Admission(0, bytes(32), "node-1"),)))
+
+    def write(self, body: Body) -> Entry:
+        stated = self.chain.digest if self.chain.height else self.lock.digest
+        entry = seal(
+            body,
+            parent=self.chain.tip,
+            term=1,
+            nonce=bytes(8),
+            round=self.chain.round,
+            digest=1000 + self.chain.round if stated is None else stated,
+            key=KEY,
+        )
+        return self.chain.append(entry)
+
+    def round(self, rewards: list[float]) -> None:
+        number = self.chain.round
+        rows = tuple(
+            MemberReward(k, member_seed(self.lock.run_id, number, k, False), reward, 0)
+            for k, reward in enumerate(rewards)
+        )
+        self.write(CommitBody(0.01, 0.001953125, rows))
+
+    def score(self, value: float, correct: int) -> None:
+        self.write(ScoreBody(self.chain.round, 4, value, correct, (4 * value,)))
+
+    def bytes(self) -> bytes:
+        return ledger.MAGIC + b"".join(entry.raw for entry in self.chain.entries)
+
+
+@pytest.fixture
+def scribe() -> Scribe:
+    made = Scribe(make_lock())
+    made.score(-7.5, 0)
+    for number in range(6):
+        made.round([-7.0 + number + 0.25 * k for k in range(MEMBERS)])
+    made.score(-1.5, 3)
+    made.write(EndBody("all rounds are done"))
+    return made
+
+
+def unit_row(**changes: Any) -> dict[str, Any]:
+    row = {"time": 10.0, "tokens": 100, "floored": 0, "times": [50, 900, 10], "node": "node-1"}
+    return {**row, "bytes": {"Assign": 90, "Result": 100, "Ack": 30}, **changes}
+
+
+def commit_row(number: int, **changes: Any) -> dict[str, Any]:
+    row = {"kind": "commit", "time": 20.0 + number, "round": number, "seconds": 2.0, "update_ms": 20}
+    return {**row, "bytes_in": {"Result": 400}, "bytes_out": {"Commit": 200}, **changes}
+
+
+def text_of(renderable: Any, width: int = 100) -> str:
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(renderable)
+    return console.export_text()
+
+
+# ---------------------------------------------------------------- history
+
+
+def test_history_of_a_ledger(scribe: Scribe) -> None:
+    past = history.of_chain(scribe.chain)
+    assert past.ended
+    assert [row.round for row in past.rounds] == list(range(6))
+    first = past.rounds[0]
+    assert (first.mean, first.best, first.worst, first.members) == (-6.625, -6.25, -7.0, 4)
+    assert first.spread == pytest.approx(0.2795, abs=1e-4)
+    assert [(score.round, score.mean, score.correct) for score in past.heldout] == [
+        (0, -7.5, 0),
+        (6, -1.5, 3),
+    ]
+    assert "nats per token" in past.unit
+
+
+def test_a_growing_ledger_is_followed_entry_by_entry(scribe: Scribe, tmp_path: Path) -> None:
+    path = tmp_path / "run.ledger"
+    tail = LedgerTail(path, scribe.lock)
+    assert tail.refresh().rounds == ()
+    data = scribe.bytes()
+    for cut in range(0, len(data) + 1, 37):
+        path.write_bytes(data[:cut])
+        tail.refresh()
+    path.write_bytes(data)
+    assert tail.refresh() == history.of_chain(scribe.chain)
+
+
+def test_a_growing_jsonl_file_never_gives_half_a_line(tmp_path: Path) -> None:
+    tail = Tail(tmp_path / "units.jsonl")
+    assert tail.new() == []
+    tail.path.write_bytes(b'{"a": 1}\n{"a": ')
+    assert tail.new() == [{"a": 1}]
+    with tail.path.open("ab") as file:
+        file.write(b"2}\n")
+    assert tail.new() == [{"a": 2}]
+    assert tail.new() == []
+
+
+def test_costs_add_up() -> None:
+    costs = Costs()
+    costs.add_unit(unit_row())
+    costs.add_unit(unit_row(node="node-2", time=14.0, floored=2))
+    costs.add_metric(commit_row(0))
+    costs.add_metric({"kind": "score", "time": 30.0})
+    assert (costs.tokens, costs.floored, costs.members_bytes) == (200, 2, 440)
+    assert costs.update == 40, "two nodes, each of which applied the commit"
+    assert sum(costs.shares.values()) == pytest.approx(1.0)
+    assert costs.shares["generate"] == pytest.approx(1800 / 1960)
+    assert costs.bytes_by_type == {"Result": 400, "Commit": 200}
+    assert Costs().shares == {}
+
+
+# ---------------------------------------------------------------- pictures
+
+
+def test_the_picture_is_a_png_and_replaces_the_old_one(scribe: Scribe, tmp_path: Path) -> None:
+    to = tmp_path / "reward.png"
+    to.write_text("old")
+    report.picture(history.of_chain(scribe.chain), to)
+    assert to.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["reward.png"]
+
+
+def test_a_run_without_rounds_can_be_drawn_too(tmp_path: Path) -> None:
+    empty = history.of_chain(Scribe(make_lock()).chain)
+    report.picture(empty, tmp_path / "reward.png")
+    assert "nothing to plot" in report.sketch(empty).plain
+    assert text_of(report.rounds_table(empty))
+
+
+def test_the_sketch_shows_range_axes_and_legend(scribe: Scribe) -> None:
+    shown = report.sketch(history.of_chain(scribe.chain), width=40, height=8).plain
+    lines = shown.splitlines()
+    assert "-7.50" in shown and "-1.25" in shown
+    assert "held-out" in lines[-1] and "mean of the members" in lines[-1]
+    assert lines[-2].strip().startswith("0") and lines[-2].strip().endswith("6") and "round" in lines[-2]
+    assert all(len(line) <= 40 + 12 for line in lines[1:-1])
+
+
+def test_one_point_and_a_flat_line_do_not_divide_by_zero() -> None:
+    for points in (((3.0, 2.0),), ((0.0, 1.0), (1.0, 1.0))):
+        assert sketch.plot([sketch.Series("x", points, "cyan")], "title", "round").plain
+    assert sketch.sparkline([1, 1, 1], 8) == "▁▁▁"
+    assert sketch.sparkline([], 8) == ""
+    assert sketch.sparkline([0, 1, 2, 3], 2) == "▁█"
+
+
+def test_rounds_table_and_json(scribe: Scribe) -> None:
+    past = history.of_chain(scribe.chain)
+    shown = text_of(report.rounds_table(past))
+    assert "-6.6250" in shown and "3/4" in shown
+    data = json.loads(json.dumps(report.as_json(past)))
+    assert data["rounds"][5]["best"] == -1.25 and data["heldout"][1]["correct"] == 3 and data["ended"]
+
+
+# ---------------------------------------------------------------- the live view
+
+
+STATUS: dict[str, Any] = {
+    "state": "running",
+    "reason": "2 of 4 members are in",
+    "run": "ab" * 32,
+    "round": 6,
+    "rounds": 10,
+    "members": {"done": 2, "total": 4, "void": 0},
+    "rewards": [[5, -1.6, -1.25, -2.0, 0.2]],
+    "scores": [[6, -1.5, 3, 4]],
+    "nodes": [
+        {"name": "node-1", "state": "ready", "reason": "at round 6", "units": [["member 2 chunks 0-3", 410]]},
+        {"name": "node-2", "state": "behind", "reason": "applies round 5", "units": []},
+    ],
+    "counters": {"late": 1},
+    "refusals": ["node-3: another law"],
+}
+
+
+def snapshot(scribe: Scribe, status: dict[str, Any]) -> Snapshot:
+    costs = Costs()
+    costs.add_unit(unit_row())
+    costs.add_unit(unit_row(time=30.0))
+    for number in range(6):
+        costs.add_metric(commit_row(number))
+    return Snapshot(history.of_chain(scribe.chain), costs, status, 10, 75.0, "runs/x")
+
+
+def test_the_view_shows_what_a_watcher_wants_to_know(scribe: Scribe) -> None:
+    shown = text_of(progress.view(snapshot(scribe, STATUS)))
+    for words in (
+        "6 of 10, 1:15 gone, 0:08 to go",
+        "2 of 4",
+        "mean -1.6250, best -1.2500",
+        "-1.5000 after 6 rounds, 3 of 4 correct",
+        "+6.0000 since round 0",
+        "600 B per round",
+        "generate 88%",
+        "member 2 chunks 0-3 41%",
+        "behind: applies round 5",
+    ):
+        assert words in shown, words
+
+
+def test_the_view_of_a_run_that_has_not_begun() -> None:
+    empty = history.of_chain(Scribe(make_lock()).chain)
+    shown = text_of(progress.view(Snapshot(empty, Costs(), {}, 10, 0.0, "runs/x")))
+    assert "first round is being measured" in shown and "does not answer yet" in shown
+    paused = {**STATUS, "state": "paused", "reason": "no node has joined yet", "nodes": []}
+    assert "paused: no node has joined yet" in text_of(
+        progress.view(Snapshot(empty, Costs(), paused, 10, 0.0, "runs/x"))
+    )
+
+
+def test_the_line_of_a_round(scribe: Scribe) -> None:
+    now = snapshot(scribe, STATUS)
+    past = now.history
+    line = progress.line(past.rounds[0], past.heldout[0], now.costs, 10)
+    assert line == "round 1/10  reward -6.6250 (best -6.2500)  held-out -7.5000  2.0 s"
+
+
+def test_standing_in_words() -> None:
+    shown = text_of(standing.words(STATUS))
+    assert "2 of 4 in, 0 void" in shown and "another law" in shown and "6 of 10 closed" in shown
+
+
+def test_sizes_and_clocks() -> None:
+    assert [progress.size(count) for count in (0, 812, 1234, 3_400_000, 2e9)] == [
+        "0 B",
+        "812 B",
+        "1.2 KB",
+        "3.4 MB",
+        "2.0 GB",
+    ]
+    assert [progress.clock(seconds) for seconds in (5, 75.9, 3700)] == ["0:05", "1:15", "1:01:40"]
+
+
+# ---------------------------------------------------------------- a finished folder
+
+
+def test_summary_of_a_finished_folder(scribe: Scribe, tmp_path: Path) -> None:
+    place = RunFolder(tmp_path)
+    place.units.write_text("".join(json.dumps(unit_row(time=float(k))) + "\n" for k in range(24)))
+    place.metrics.write_text("".join(json.dumps(commit_row(k)) + "\n" for k in range(6)) + '{"cut')
+    rows = dict(finish.summary(history.of_chain(scribe.chain), history.costs_of(place)))
+    assert rows["rounds"] == "6, with 4 members each"
+    assert rows["held-out"].startswith("-7.5000 to -1.5000")
+    assert rows["traffic"] == "3.6 KB in all, 150 B per member; no weights"
+    assert "generate" in rows["shares"] and rows["time"].startswith("0:12")
+
+
+def test_a_ledger_alone_has_a_summary(scribe: Scribe) -> None:
+    rows = dict(finish.summary(history.of_chain(scribe.chain), Costs()))
+    assert "held-out" in rows and "traffic" not in rows
+
+
+def test_tensorboard_holds_every_round_once(scribe: Scribe, tmp_path: Path) -> None:
+    from tensorboardX.proto.event_pb2 import Event
+
+    past = history.of_chain(scribe.chain)
+    place = RunFolder(tmp_path)
+    for _resumed in range(2):
+        board = Board(place)
+        board.update(history.History(past.lock, past.rounds[:2], past.heldout[:1], False), {0: 5.0})
+        board.update(past, {0: 5.0, 1: 6.0})
+        board.update(past, {})
+        board.close()
+    files = list(place.tensorboard.iterdir())
+    assert len(files) == 1
+    seen: list[tuple[str, int, float]] = []
+    data, at = files[0].read_bytes(), 0
+    while at < len(data):
+        length = int.from_bytes(data[at : at + 8], "little")
+        event = Event.FromString(data[at + 12 : at + 12 + length])
+        seen += [(value.tag, event.step, value.simple_value) for value in event.summary.value]
+        at += 16 + length
+    means = [(step, value) for tag, step, value in seen if tag == "reward/mean"]
+    assert means == [(k, pytest.approx(-6.625 + k)) for k in range(6)]
+    assert [(step, value) for tag, step, value in seen if tag == "heldout/mean"] == [(0, -7.5), (6, -1.5)]
