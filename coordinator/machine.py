@@ -1,4 +1,6 @@
-"""The coordinator's pure core, a sequencer that never holds a model. Lives here: `step`, what it does per event.
+"""The coordinator's pure core, a sequencer that never holds a model.
+
+Lives here: `step`, what it does per event.
 
 Pure: protocol and coordinator's pure modules only. Called by `server.py` and the simulator, which perform the
 effects in the order of `events.py`. `State`, `new`, `recall` and `status` are reached through here.

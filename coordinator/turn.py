@@ -126,7 +126,7 @@ class Turn:
         )
 
     def observe(self, name: str, commits: int, digest: int) -> None:
-        """A node's word on D after `commits` commits: the first one heard, the same as before, or a dispute."""
+        """A node's word on D after `commits` commits: the first one, the same as before, or a dispute."""
         state = self.state
         current = commits == state.chain.round
         known = state.digest if current else state.chain.digest_at(commits)

@@ -1,23 +1,52 @@
-"""The node's pure core: what it answers to every event. Lives here: state, new, step.
+"""The node's pure core: what it answers to every event.
 
-Pure: protocol and esnode.events only; no clock, randomness, sockets, files, threads. Called by `daemon.py` and the
-simulator, which perform the effects in order (see `events.py`).
+Lives here: `new`, `step`, and what is due after each.
+
+Pure: protocol and the node's pure modules only; no clock, chance, sockets, files, threads. Called by
+`daemon.py` and the simulator, which perform the effects in order (see `events.py`). Messages are handled in
+`inbox.py`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
-from esnode.events import About, Effect, Event
-from protocol.plan import Lock
+from esnode import inbox
+from esnode.events import (
+    About,
+    Apply,
+    Cancelled,
+    Effect,
+    EntriesApplied,
+    Evaluate,
+    Evaluated,
+    EvaluationFailed,
+    Event,
+    Leave,
+    Outcome,
+    Progress,
+    Received,
+    Started,
+    Tick,
+)
+from esnode.nodestate import FINISHED, HELLO_FIRST, Running, Sent, State, Turn
+from protocol.chain import BrokenChain, Chain
+from protocol.entries import EntryKind
+from protocol.lock import Lock
+from protocol.messages import RELEASED, RUN_ENDED, Failed, Fetch, Kind, NodeBeat, Release, Result, Unit
+from protocol.seeds import member_seed
 
+__all__ = ["State", "new", "step"]
 
-@dataclass(frozen=True, slots=True)
-class State:
-    """All a node knows; a value, never changed in place."""
-
-    lock: Lock
-    about: About
+BEAT_EVERY = 2.0  # seconds without sending
+SILENCE = 10.0  # of the coordinator, until Hello is said again
+FAREWELL = 3.0  # a leaving or ended node waits for the Bye
+FETCH_AGAIN = 2.0  # seconds without Entries
+FETCH_COUNT = 256
+TELL_EVERY = 4  # beats between repeated words on D: a lost Applied must not be lost for good
+FUSED = 64  # rounds applied in one pass while catching up
 
 
 def new(lock: Lock, about: About) -> State:
@@ -27,4 +56,201 @@ def new(lock: Lock, about: About) -> State:
 
 def step(state: State, event: Event) -> tuple[State, tuple[Effect, ...]]:
     """The node's answer to one event: its next state and the effects to perform in order."""
-    raise NotImplementedError
+    if state.stopped:
+        return state, ()
+    turn = Turn(replace(state, now=event.now))
+    _ON_EVENT[type(event)](turn, event)
+    if not turn.state.stopped:
+        _go_on(turn)
+    return turn.state, tuple(turn.effects)
+
+
+# ---------------------------------------------------------------- start, time, leaving
+
+
+def _on_started(turn: Turn, event: Started) -> None:
+    """Verify the ledger on disk; what is beyond its first bad entry is fetched again."""
+    chain = Chain()
+    for raw in event.raws:
+        try:
+            chain.append(raw)
+        except BrokenChain as error:
+            turn.note("ledger", reason=f"entry {chain.height} on disk is not used: {error.reason}")
+            break
+    turn.set(chain=chain, applied=event.height, digest=event.digest, term=event.term, heard=event.now)
+    if chain.height and chain.lock.run_id != turn.state.lock.run_id:
+        turn.stop("the ledger in this node's folder is of another run: use another folder", 1)
+    elif event.height > chain.height:
+        turn.stop(
+            "the replica is ahead of the ledger on disk: remove the checkpoint to start from the base", 1
+        )
+    else:
+        turn.check_digest()
+    if not turn.state.stopped:
+        turn.say_hello()
+
+
+def _on_tick(turn: Turn, event: Tick) -> None:
+    state = turn.state
+    if state.until is not None and event.now >= state.until:
+        return turn.stop(state.leaving or RUN_ENDED, 0)
+    if state.joined and event.now - state.heard > SILENCE:
+        turn.note("link", reason=f"the coordinator is silent for {event.now - state.heard:.0f} s")
+        turn.set(joined=False, hello_at=event.now, hello_wait=HELLO_FIRST)
+    if turn.state.joined:
+        if event.now - state.spoke >= BEAT_EVERY:
+            _beat(turn)
+    elif event.now >= turn.state.hello_at and not state.leaving:
+        turn.say_hello()
+
+
+def _on_leave(turn: Turn, event: Leave) -> None:
+    if turn.state.leaving:
+        return
+    turn.set(leaving=event.reason or RELEASED, until=event.now + FAREWELL, queue=())
+    turn.cancel_running()
+    turn.send(Release(event.reason))
+    if not turn.state.joined:
+        turn.stop(turn.state.leaving, 0)
+
+
+def _beat(turn: Turn) -> None:
+    state = turn.state
+    turn.send(NodeBeat(state.chain.height, state.chain.tip[:8], state.held))
+    turn.set(beats=state.beats + 1)
+    if turn.state.beats % TELL_EVERY == 0:
+        turn.tell_applied()
+
+
+# ---------------------------------------------------------------- the engine's answers
+
+
+def _on_evaluated(turn: Turn, event: Evaluated) -> None:
+    running = _ended(turn, event.unit)
+    if running.cancelled or turn.state.leaving:
+        return turn.note("unit", member=event.unit.member, what="dropped, it was cancelled")
+    result = _result(turn.state, event.unit, event.outcome)
+    turn.set(unacked=(*turn.state.unacked, Sent(result, event.now)))
+    turn.send(result)
+
+
+def _ended(turn: Turn, unit: Unit) -> Running:
+    """The engine is idle again. It answers exactly what it was asked."""
+    running = turn.state.running
+    assert running is not None and running.unit == unit
+    turn.set(running=None)
+    return running
+
+
+def _result(state: State, unit: Unit, outcome: Outcome) -> Result:
+    lock, seed = state.lock, 0
+    if unit.kind == Kind.MEMBER:
+        seed = member_seed(lock.run_id, unit.round, unit.member, lock.mirrored)
+    return Result(
+        unit=unit,
+        seed=seed,
+        sums=outcome.sums,
+        parent=state.parent,
+        digest=state.digest,
+        correct=outcome.correct,
+        floored=outcome.floored,
+        tokens=outcome.tokens,
+        times=outcome.times,
+        evidence=outcome.evidence,
+    )
+
+
+def _on_failed(turn: Turn, event: EvaluationFailed) -> None:
+    running = _ended(turn, event.unit)
+    if not running.cancelled and not turn.state.leaving:
+        turn.note("failed", member=event.unit.member, reason=event.reason)
+        turn.send(Failed(event.unit, event.reason))
+
+
+def _on_cancelled(turn: Turn, event: Cancelled) -> None:
+    _ended(turn, event.unit)
+
+
+def _on_progress(turn: Turn, event: Progress) -> None:
+    running = turn.state.running
+    if running is not None and running.unit == event.unit:
+        turn.set(running=replace(running, progress=max(0, min(event.thousandths, FINISHED - 1))))
+
+
+def _on_applied(turn: Turn, event: EntriesApplied) -> None:
+    state = turn.state
+    assert len(event.digests) == state.applying > 0
+    for height, digest in enumerate(event.digests[:-1], state.applied + 1):
+        if not turn.agrees(height, digest):
+            return
+    reached = state.applied + state.applying
+    turn.set(applied=reached, applying=0, digest=event.digests[-1], ms=event.ms)
+    turn.check_digest()
+    if not turn.state.stopped:
+        turn.tell_applied()
+
+
+def _on_received(turn: Turn, event: Received) -> None:
+    inbox.receive(turn, event.message)
+
+
+# ---------------------------------------------------------------- what is due after every event
+
+
+def _go_on(turn: Turn) -> None:
+    """Fetch what is missing, move the master, start the next unit, say farewell when the run is over."""
+    _fetch(turn)
+    if turn.state.applying:
+        return
+    _advance(turn)
+    state = turn.state
+    if not state.applying and not state.running and not state.leaving:
+        _start_next(turn)
+    if state.chain.ended and state.applied == state.chain.height and state.until is None:
+        turn.tell_applied()
+        turn.set(until=state.now + FAREWELL)
+
+
+def _fetch(turn: Turn) -> None:
+    state = turn.state
+    if not state.joined or state.wanted <= state.chain.height:
+        return
+    if state.fetched is None or state.now - state.fetched >= FETCH_AGAIN:
+        turn.send(Fetch(state.chain.height, FETCH_COUNT))
+        turn.set(fetched=state.now)
+
+
+def _advance(turn: Turn) -> None:
+    """Hand pending commits to the idle engine; entries that move no weights need none."""
+    state = turn.state
+    pending = state.chain.entries[state.applied :]
+    commits = [k for k, entry in enumerate(pending) if entry.kind is EntryKind.COMMIT]
+    if not commits:
+        turn.set(applied=state.chain.height)
+    elif state.running is None and not state.leaving:
+        entries = tuple(pending[: commits[:FUSED][-1] + 1])
+        turn.set(applying=len(entries))
+        turn.do(Apply(entries))
+
+
+def _start_next(turn: Turn) -> None:
+    state = turn.state
+    if state.applied < state.chain.height:
+        return
+    for k, work in enumerate(state.queue):
+        if work.parent == state.parent and work.unit.round == state.chain.round:
+            turn.set(queue=(*state.queue[:k], *state.queue[k + 1 :]), running=Running(work.unit))
+            return turn.do(Evaluate(work.unit))
+
+
+_ON_EVENT: dict[type[Event], Callable[[Turn, Any], None]] = {
+    Started: _on_started,
+    Tick: _on_tick,
+    Received: _on_received,
+    Evaluated: _on_evaluated,
+    EvaluationFailed: _on_failed,
+    Cancelled: _on_cancelled,
+    Progress: _on_progress,
+    EntriesApplied: _on_applied,
+    Leave: _on_leave,
+}

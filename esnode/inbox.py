@@ -1,0 +1,207 @@
+"""What a node does with each message of the coordinator.
+
+Pure: protocol and the node's pure modules only. Each handler takes the `Turn` of the step it is part of; what
+follows from the new state (apply, fetch, start the next unit) is `node.py`'s. Called by `node.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from esnode.events import Store, StoreTerm
+from esnode.nodestate import HELLO_FIRST, UNITS_TOLD, Sent, Turn, Work
+from protocol.chain import BrokenChain, Chain
+from protocol.entries import MalformedEntry, parse, signed_by
+from protocol.messages import (
+    RELEASED,
+    RUN_ENDED,
+    STOPPED,
+    Ack,
+    Assign,
+    Bye,
+    Cancel,
+    Commit,
+    CoordBeat,
+    Entries,
+    Message,
+    Refuse,
+    Rehello,
+    Welcome,
+)
+
+RESEND_AFTER = 2.0  # an unacknowledged result
+
+
+def receive(turn: Turn, message: Message) -> None:
+    """Act on one message. What comes from a coordinator of a lower term than one answered is ignored."""
+    handler = _HANDLERS.get(type(message))
+    if handler is None:
+        return
+    if isinstance(message, Welcome | CoordBeat) and message.term < turn.state.term:
+        why = f"a coordinator of term {message.term} is ignored, one of term {turn.state.term} was answered"
+        return turn.note("link", reason=why)
+    turn.set(heard=turn.state.now)
+    handler(turn, message)
+
+
+# ---------------------------------------------------------------- the link
+
+
+def _on_welcome(turn: Turn, message: Welcome) -> None:
+    lock = turn.state.lock
+    if message.run != lock.run_id or message.lock != lock.to_bytes():
+        return turn.stop("the coordinator serves another run than this node's lock", 1)
+    if message.term > turn.state.term:
+        turn.do(StoreTerm(message.term))
+    turn.set(term=message.term, joined=True, hello_wait=HELLO_FIRST, wanted=message.height, fetched=None)
+
+
+def _on_refuse(turn: Turn, message: Refuse) -> None:
+    turn.stop(f"the coordinator refuses this node: {message.reason}", 1)
+
+
+def _on_rehello(turn: Turn, message: Rehello) -> None:
+    """The coordinator restarted. One Hello answers all the Rehellos that are on their way."""
+    if turn.state.joined and not turn.state.leaving:
+        turn.set(joined=False, hello_wait=HELLO_FIRST)
+        turn.say_hello()
+
+
+def _on_coord_beat(turn: Turn, message: CoordBeat) -> None:
+    if message.term > turn.state.term:
+        turn.set(joined=False)  # its Welcome was lost: the next tick says Hello again
+    if turn.state.joined:
+        _learn_height(turn, message.height)
+        _resend(turn)
+
+
+def _resend(turn: Turn) -> None:
+    """Send results again that are not acknowledged: the result or its Ack was lost."""
+    now = turn.state.now
+    due = [sent for sent in turn.state.unacked if now - sent.at >= RESEND_AFTER]
+    for sent in due:
+        turn.send(sent.result)
+    turn.set(unacked=tuple(Sent(s.result, now) if s in due else s for s in turn.state.unacked))
+
+
+def _on_bye(turn: Turn, message: Bye) -> None:
+    if message.reason.startswith(RELEASED) and not turn.state.leaving:
+        return  # meant for an earlier process with this key
+    harmless = message.reason.startswith((RUN_ENDED, STOPPED)) or bool(turn.state.leaving)
+    turn.stop(message.reason, 0 if harmless else 1)
+
+
+# ---------------------------------------------------------------- work
+
+
+def _on_assign(turn: Turn, message: Assign) -> None:
+    state, unit = turn.state, message.unit
+    if state.leaving or unit.round < state.chain.round or len(state.queue) >= UNITS_TOLD:
+        return
+    if unit.round == state.chain.round and message.parent != state.parent:
+        return turn.note("assign", reason=f"unit of another state {message.parent.hex()} is ignored")
+    if not any(unit == held for held, _ in state.held):
+        turn.set(queue=(*state.queue, Work(unit, message.parent)))
+
+
+def _on_cancel(turn: Turn, message: Cancel) -> None:
+    turn.set(queue=tuple(work for work in turn.state.queue if work.unit != message.unit))
+    if turn.state.running and turn.state.running.unit == message.unit:
+        turn.cancel_running()
+
+
+def _on_ack(turn: Turn, message: Ack) -> None:
+    turn.set(unacked=tuple(sent for sent in turn.state.unacked if sent.result.unit != message.unit))
+    if message.verdict not in ("ok", "duplicate"):
+        turn.note("ack", member=message.unit.member, round=message.unit.round, verdict=message.verdict)
+
+
+# ---------------------------------------------------------------- the ledger
+
+
+def _on_commit(turn: Turn, message: Commit) -> None:
+    if message.height > turn.state.chain.height:
+        _learn_height(turn, message.height + 1)
+    else:
+        _take_entries(turn, message.height, (message.entry,))
+
+
+def _on_entries(turn: Turn, message: Entries) -> None:
+    turn.set(fetched=None)
+    _take_entries(turn, message.first, message.entries)
+
+
+def _learn_height(turn: Turn, height: int) -> None:
+    turn.set(wanted=max(turn.state.wanted, height))
+
+
+def _take_entries(turn: Turn, first: int, raws: tuple[bytes, ...]) -> None:
+    """Verify and store the entries that follow the tip; look at those already held for a second signature."""
+    chain = turn.state.chain
+    start = chain.height
+    for height, raw in enumerate(raws, first):
+        if height < chain.height:
+            _look_for_fork(turn, chain, height, raw)
+        elif height == chain.height:
+            chain = chain.copy() if height == start else chain
+            try:
+                chain.append(raw)
+            except BrokenChain as error:
+                turn.stop(f"the coordinator sent entry {height}, which may not follow: {error.reason}", 1)
+        if turn.state.stopped:
+            return
+    if chain.height > start:
+        if chain.lock.run_id != turn.state.lock.run_id:
+            return turn.stop("the coordinator's ledger is of another run than this node's lock", 1)
+        turn.do(Store(start, tuple(entry.raw for entry in chain.entries[start:])))
+        turn.set(chain=chain, wanted=max(turn.state.wanted, chain.height))
+        if not turn.state.applying:
+            turn.check_digest()
+        _forget_old_rounds(turn)
+
+
+def _look_for_fork(turn: Turn, chain: Chain, height: int, raw: bytes) -> None:
+    """One height signed twice by a trusted key is the end of trust in this coordinator."""
+    held = chain.entries[height]
+    if raw == held.raw:
+        return
+    try:
+        other = parse(raw)
+    except MalformedEntry:
+        return
+    if other.hash != held.hash and signed_by(other, chain.trusted):
+        turn.stop(
+            f"entry {height} was signed twice: {held.hash.hex()} of term {held.term} and {other.hash.hex()} "
+            f"of term {other.term}. Two coordinators run with one key",
+            1,
+        )
+
+
+def _forget_old_rounds(turn: Turn) -> None:
+    """A commit cancels the open units of its round: their results would be late."""
+    state, round = turn.state, turn.state.chain.round
+    turn.set(
+        queue=tuple(
+            work
+            for work in state.queue
+            if work.unit.round > round or (work.unit.round == round and work.parent == state.parent)
+        ),
+        unacked=tuple(sent for sent in state.unacked if sent.result.unit.round >= round),
+    )
+    if state.running and state.running.unit.round < round:
+        turn.cancel_running()
+
+
+_HANDLERS: dict[type[Message], Callable[[Turn, Any], None]] = {
+    Welcome: _on_welcome,
+    Refuse: _on_refuse,
+    Rehello: _on_rehello,
+    CoordBeat: _on_coord_beat,
+    Bye: _on_bye,
+    Assign: _on_assign,
+    Cancel: _on_cancel,
+    Ack: _on_ack,
+    Commit: _on_commit,
+    Entries: _on_entries,
+}

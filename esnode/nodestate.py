@@ -1,0 +1,192 @@
+"""What a node knows, and one step of it in the making.
+
+Pure: protocol and `esnode.events` only. Lives here: `State`, its parts, `Turn`, and the questions both event
+and message handlers ask. Called by `node.py` and `inbox.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from esnode.events import About, CancelUnit, Effect, Note, Send, Stop
+from protocol.chain import Chain
+from protocol.entries import EntryKind
+from protocol.lock import Lock
+from protocol.messages import WIRE_VERSION, Applied, Hello, Message, Result, Unit
+
+HELLO_FIRST, HELLO_LAST = 0.5, 2.0  # seconds between Hellos, doubling
+UNITS_TOLD = 64
+FINISHED = 1000  # thousandths
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A unit in the queue and the first 8 bytes of the state it belongs to."""
+
+    unit: Unit
+    parent: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """The unit the engine evaluates. Its outcome is dropped once `cancelled`."""
+
+    unit: Unit
+    progress: int = 0
+    cancelled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A result nobody acknowledged yet, and when it left last."""
+
+    result: Result
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """All a node knows; a value: neither it nor anything in it is changed in place."""
+
+    lock: Lock
+    about: About
+    now: float = 0.0
+    chain: Chain = field(default_factory=Chain)
+    applied: int = 0  # entries the master reflects
+    digest: int = 0  # D of the master
+    ms: int = 0  # the last apply
+    running: Running | None = None
+    applying: int = 0  # entries of an Apply that is not answered: the engine is busy
+    queue: tuple[Work, ...] = ()
+    unacked: tuple[Sent, ...] = ()
+    term: int = 0  # highest ever answered
+    joined: bool = False
+    heard: float = 0.0  # the coordinator, last
+    spoke: float = 0.0  # this node, last
+    beats: int = 0
+    hello_at: float = 0.0  # when the next Hello is due while not joined
+    hello_wait: float = HELLO_FIRST
+    wanted: int = 0  # height the coordinator is known to have
+    fetched: float | None = None  # when the Fetch left that is not answered
+    leaving: str = ""
+    until: float | None = None  # a leaving or ended node stops then, Bye or not
+    stopped: bool = False
+
+    @property
+    def parent(self) -> bytes:
+        """First 8 bytes of the hash that names the chain's state: the last commit's, or the lock's."""
+        if not self.chain.height:
+            return b""
+        return (self.chain.commits[-1] if self.chain.commits else self.chain.entries[0]).hash[:8]
+
+    @property
+    def rounds(self) -> int:
+        """Commits the master reflects."""
+        if self.applied == 0:
+            return 0
+        last = self.chain.entries[self.applied - 1]
+        return last.round + (last.kind is EntryKind.COMMIT)
+
+    @property
+    def held(self) -> tuple[tuple[Unit, int], ...]:
+        """Units with progress: the running one, those that wait, those whose result is not acknowledged."""
+        held: list[tuple[Unit, int]] = []
+        if self.running and not self.running.cancelled:
+            held.append((self.running.unit, self.running.progress))
+        held += [(work.unit, 0) for work in self.queue]
+        held += [(sent.result.unit, FINISHED) for sent in self.unacked]
+        return tuple(held[:UNITS_TOLD])
+
+
+class Turn:
+    """One step in the making: the state and the effects so far. Never outlives the step."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.effects: list[Effect] = []
+
+    def set(self, **changes: Any) -> None:
+        self.state = replace(self.state, **changes)
+
+    def do(self, effect: Effect) -> None:
+        self.effects.append(effect)
+
+    def send(self, message: Message) -> None:
+        self.do(Send(message))
+        self.set(spoke=self.state.now)
+
+    def note(self, topic: str, /, **fields: Any) -> None:
+        self.do(Note(topic, fields))
+
+    def stop(self, reason: str, code: int) -> None:
+        if not self.state.stopped:
+            self.do(Stop(reason, code))
+            self.set(stopped=True)
+
+    def say_hello(self) -> None:
+        """Introduce this node, and say when the next Hello is due if nobody answers."""
+        state, chain, about = self.state, self.state.chain, self.state.about
+        self.send(
+            Hello(
+                wire_min=WIRE_VERSION,
+                wire_max=WIRE_VERSION,
+                law=state.lock.law,
+                run=state.lock.run_id,
+                name=about.name,
+                backend=about.backend,
+                device=about.device,
+                selftest=about.selftest,
+                fingerprint=about.fingerprint,
+                height=chain.height,
+                tip=chain.tip if chain.height else b"",
+                digest=state.digest if state.rounds == chain.round else 0,
+                term=state.term,
+                units=tuple(unit for unit, _ in state.held),
+            )
+        )
+        wait = state.hello_wait
+        self.set(hello_at=state.now + wait, hello_wait=min(2 * wait, HELLO_LAST))
+
+    def tell_applied(self) -> None:
+        """D of the master, and where it stands."""
+        state = self.state
+        if state.applied:
+            tip = state.chain.entries[state.applied - 1].hash[:8]
+            self.send(Applied(state.applied, tip, state.digest, state.ms))
+
+    def cancel_running(self) -> None:
+        """The running unit's outcome is of no use any more."""
+        running = self.state.running
+        if running and not running.cancelled:
+            self.set(running=replace(running, cancelled=True))
+            self.do(CancelUnit(running.unit))
+
+    def check_digest(self) -> None:
+        """The next entry states D of the state before it: it must be this replica's."""
+        state = self.state
+        if state.applied < state.chain.height:
+            self.agrees(state.applied, state.digest)
+        elif not state.applied and state.digest != state.lock.digest:
+            self._differs(0, state.digest, state.lock.digest)
+
+    def agrees(self, height: int, digest: int) -> bool:
+        """Whether D before entry `height` is what the entry says; the node stops if not."""
+        entry = self.state.chain.entries[height]
+        if entry.digest != digest:
+            self._differs(entry.round, digest, entry.digest)
+        return entry.digest == digest
+
+    def _differs(self, round: int, mine: int, theirs: int) -> None:
+        if round == 0:
+            self.stop(
+                f"this is not the run's base model: its digest is {mine:016x}, the run starts from "
+                f"{theirs:016x}. Use the model and revision that the plan names",
+                1,
+            )
+        else:
+            self.stop(
+                f"this replica differs from the run after {round} rounds: digest {mine:016x} here, "
+                f"{theirs:016x} in the ledger. Run `esnode doctor`, then start again to rebuild it",
+                1,
+            )
