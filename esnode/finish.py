@@ -98,7 +98,7 @@ def _write_model(place: RunFolder, rebuilt: Rebuilt) -> None:
 
     draft = place.final.with_name("final.new")
     shutil.rmtree(draft, ignore_errors=True)
-    export.write(rebuilt.engine, rebuilt.lock, rebuilt.model.path, draft)
+    export.write(rebuilt.weights, rebuilt.lock, rebuilt.model.path, draft)
     shutil.rmtree(place.final, ignore_errors=True)  # of an earlier, shorter end of this run
     os.rename(draft, place.final)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from esnode import begin, folder, planfile, rebuild
+from esnode import ancestry, begin, folder, planfile, rebuild
 from esnode.folder import RunFolder, write_file
 from esnode.rebuild import Ledger, Tell, silent
 from protocol import plan
@@ -27,12 +27,11 @@ def fork(
     The plan says everything but the model, which is the parent's. `esnode run --resume` runs the folder.
     Raises what opening and rebuilding the parent, reading the plan and creating the folder raise.
     """
-    from esnode import ancestry, locking
+    from esnode import locking
 
     parent = rebuild.open_ledger(source)
     wanted = planfile.read_plan(plan_path)
-    rebuilt = rebuild.at(parent, round, base, tell=tell)
-    weights = ancestry.keep(rebuilt)
+    rebuilt = rebuild.at(parent, round, base, runnable=False, tell=tell)
     wanted = plan.changed(wanted, model=base or parent.lock.model)
     state = Parent(
         parent.lock.run_id.hex(), rebuilt.round, _closing_hash(parent, rebuilt.round), rebuilt.digest
@@ -63,4 +62,4 @@ def _copy_ledgers(parent: Ledger, place: RunFolder) -> None:
     place.parents.mkdir(exist_ok=True)
     for ancestor in sorted(parent.parents.glob("*.ledger")):
         shutil.copyfile(ancestor, place.parents / ancestor.name)
-    shutil.copyfile(parent.path, place.parents / f"{parent.lock.run_id.hex()}.ledger")
+    shutil.copyfile(parent.path, ancestry.file_of(parent.lock.run_id.hex(), place.parents))

@@ -11,14 +11,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from esnode import ancestry
 from protocol import ledger as ledger_file
 from protocol.errors import UserError
 from protocol.ledger import Chain, Damage, Entry, EntryKind
 from protocol.lock import Lock
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from esnode.engines.interface import Engine
     from esnode.models import ModelFolder
 
@@ -76,13 +79,22 @@ class Ledger:
         return self.path.parent / "parents"
 
 
+class Weights(Protocol):
+    """The master weights of a run: a bare `state.State`, or an engine, which has a model to run them."""
+
+    def apply(self, entries: Sequence[Entry]) -> list[int]: ...
+    def replay(self, chain: Chain, upto: int) -> int: ...
+    def digest(self) -> int: ...
+    def read(self, name: str) -> np.ndarray: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Rebuilt:
-    """The weights of one round in an engine. `digest` is their D, the ledger's own where it states one."""
+    """The weights of one round. `digest` is their D, the ledger's own where it states one."""
 
-    engine: Engine
+    weights: Weights
     ledger: Ledger
-    model: ModelFolder
+    model: ModelFolder  # the base model's
     round: int
     digest: int
     compared: int  # digests that the ledger states and replay gave too
@@ -92,6 +104,12 @@ class Rebuilt:
     @property
     def lock(self) -> Lock:
         return self.ledger.lock
+
+    @property
+    def engine(self) -> Engine:
+        """The weights as an engine that can generate; only after `at` or `start` with `runnable`."""
+        assert hasattr(self.weights, "generate"), "rebuilt without a model to run"
+        return cast("Engine", self.weights)
 
 
 def open_ledger(path: str | Path) -> Ledger:
@@ -131,13 +149,15 @@ def at(
     round: int | None = None,
     base: str | None = None,
     *,
+    runnable: bool = True,
     threads: int | None = None,
     backend: str | None = None,
     tell: Tell = silent,
 ) -> Rebuilt:
-    """The weights after `round` commits (all of them when None), in an engine ready to use.
+    """The weights after `round` commits (all of them when None).
 
-    `base` is a model folder, GGUF file or hub id; left out, the lock's label is looked for. Raises
+    `base` is a model folder, GGUF file or hub id; left out, the lock's label is looked for. `runnable`
+    gives an engine to generate with; without it only the weights are held, which is faster. Raises
     DamagedLedger (only when no round is named), NoSuchRound, manifest.WrongBase, WrongWeights, and what
     loading a model may raise.
     """
@@ -148,41 +168,63 @@ def at(
     wanted = opened.rounds if round is None else round
     if not 0 <= wanted <= opened.rounds:
         raise NoSuchRound(f"{opened.path} has rounds 0 to {opened.rounds}, there is no round {wanted}.")
-    return advance(start(opened, base, threads=threads, backend=backend, tell=tell), wanted, tell)
+    first = start(opened, base, runnable=runnable, threads=threads, backend=backend, tell=tell)
+    return advance(first, wanted, tell)
 
 
 def start(
     ledger: Ledger,
     base: str | None = None,
     *,
+    runnable: bool = True,
     threads: int | None = None,
     backend: str | None = None,
     tell: Tell = silent,
 ) -> Rebuilt:
-    """The weights of round 0 in an engine, for `advance`. Arguments and errors as of `at`."""
-    from esnode import ancestry, models
-    from esnode.engines import transformers_engine
+    """The weights of round 0, for `advance`. Arguments and errors as of `at`."""
+    from esnode import models
 
     began = time.monotonic()
     tell("loading the base model", 0, 1)
     lock = ledger.lock
     model = models.resolve(base) if base else models.find_by_base(lock.base, lock.model)
-    weights = ancestry.starting_folder(lock, model.path, ledger.parents, tell)
-    engine = transformers_engine.load(lock, weights, threads=threads, backend=backend)
-    digest = engine.digest()
-    _require_start(lock, digest, model)
+    load = _engine if runnable else _state
+    weights = load(lock, model.path, threads, backend)
     tell("loading the base model", 1, 1)
-    return Rebuilt(engine, ledger, model, 0, digest, 0, time.monotonic() - began, 0.0)
+    for number, (chain, upto) in enumerate(ancestry.ancestors(lock, ledger.parents), start=1):
+        tell("replaying the parents", number - 1, number)
+        weights.replay(chain, upto)
+        tell("replaying the parents", number, number)
+    digest = weights.digest()
+    _require_start(lock, digest, model)
+    return Rebuilt(weights, ledger, model, 0, digest, 0, time.monotonic() - began, 0.0)
+
+
+def _engine(lock: Lock, folder: Path, threads: int | None, backend: str | None) -> Weights:
+    from esnode.engines import transformers_engine
+
+    return transformers_engine.load(lock, folder, threads=threads, backend=backend)
+
+
+def _state(lock: Lock, folder: Path, threads: int | None, backend: str | None) -> Weights:
+    import numba
+
+    from esnode import kernels
+    from esnode.state import State
+
+    if threads:
+        numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+    return State.load(lock, folder, kernels.pick("cpu", backend))
 
 
 def advance(rebuilt: Rebuilt, round: int, tell: Tell = silent) -> Rebuilt:
-    """Fold further rounds into an engine that holds those up to `rebuilt.round`. Raises WrongWeights."""
+    """Fold further rounds into weights that hold those up to `rebuilt.round`. Raises WrongWeights."""
     began = time.monotonic()
-    compared = replay(rebuilt.engine, rebuilt.ledger.chain, rebuilt.round, round, tell)
+    compared = replay(rebuilt.weights, rebuilt.ledger.chain, rebuilt.round, round, tell)
     return replace(
         rebuilt,
         round=round,
-        digest=rebuilt.engine.digest(),
+        digest=rebuilt.weights.digest(),
         compared=rebuilt.compared + compared,
         replay_seconds=rebuilt.replay_seconds + time.monotonic() - began,
     )
@@ -207,7 +249,7 @@ def entries_between(chain: Chain, first: int, last: int) -> list[Entry]:
     return chain.entries[heights[first] : heights[last]]
 
 
-def replay(engine: Engine, chain: Chain, first: int, last: int, tell: Tell = silent) -> int:
+def replay(weights: Weights, chain: Chain, first: int, last: int, tell: Tell = silent) -> int:
     """Fold the rounds `first` to `last` into the weights; returns how many stated digests were met.
 
     WrongWeights at the first round after which the weights are not those the ledger records.
@@ -216,7 +258,7 @@ def replay(engine: Engine, chain: Chain, first: int, last: int, tell: Tell = sil
     compared = 0
     done = first
     for batch in _batches(entries):
-        digests = engine.apply(batch)
+        digests = weights.apply(batch)
         done += sum(entry.kind is EntryKind.COMMIT for entry in batch)
         for entry, digest in zip(batch, digests, strict=True):
             state = entry.round + (entry.kind is EntryKind.COMMIT)
@@ -292,7 +334,7 @@ def verify(
     rebuilt = None
     if fault is None:
         try:
-            rebuilt = at(opened, None, base, threads=threads, tell=tell)
+            rebuilt = at(opened, None, base, runnable=False, threads=threads, tell=tell)
         except (WrongBase, WrongWeights) as error:
             fault = str(error)
     return Verdict(

@@ -16,7 +16,7 @@ from protocol import plan
 
 
 def of(path: Path) -> dict[str, Any]:
-    """The status object of the run in `path`; keys as of `coordinator/picture.py`, fewer when nothing runs."""
+    """The status object of the run in `path`: keys of `coordinator/picture.py`, fewer when nothing runs."""
     place = folder.open_run(path)
     try:
         return admin.ask(path, "status")

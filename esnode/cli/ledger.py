@@ -120,8 +120,8 @@ def export(ledger: Path, base: str | None, round_: int | None, threads: int | No
 
     writing.require_target(to)
     with told() as tell:
-        rebuilt = rebuild.at(ledger, round_, base, threads=threads, tell=tell)
-    writing.write(rebuilt.engine, rebuilt.lock, rebuilt.model.path, to)
+        rebuilt = rebuild.at(ledger, round_, base, runnable=False, threads=threads, tell=tell)
+    writing.write(rebuilt.weights, rebuilt.lock, rebuilt.model.path, to)
     click.echo(f"{to}: {rebuilt.lock.model} after {rebuilt.round} rounds, digest {rebuilt.digest:016x}")
 
 
