@@ -258,7 +258,7 @@ class Chain:
         lock = self.lock
         if seed != member_seed(lock.run_id, self.round, index, lock.mirrored):
             raise self._refuse(f"member {index} has a seed that is not the rule's")
-        if not lock.reward_ok(reward):
+        if not lock.mean_ok(reward):
             raise self._refuse(
                 f"member {index} has reward {reward}, outside {lock.reward_low} .. {lock.reward_high}"
             )
@@ -317,7 +317,7 @@ class Chain:
             )
         if not all(map(math.isfinite, body.sums)) or math.fsum(body.sums) / body.prompts != body.mean:
             raise self._refuse("a score whose mean is not that of its sums")
-        if not self.lock.reward_ok(body.mean):
+        if not self.lock.mean_ok(body.mean):
             raise self._refuse(
                 f"a score of {body.mean}, outside {self.lock.reward_low} .. {self.lock.reward_high}"
             )

@@ -36,6 +36,7 @@ from protocol.messages import Kind
 
 LAW = 1
 MAX_MEMBERS = 4096
+LARGEST_REWARD = 1e30  # sums of squares over a population stay finite
 MAX_LOCK_BYTES = 8 * 1024 * 1024 - 4096  # a lock is one ledger entry
 
 
@@ -169,10 +170,16 @@ class Lock:
     def reward_ok(self, value: float, prompts: int = 1) -> bool:
         """Whether `value` can be the sum of `prompts` rewards of the declared range.
 
-        Sums round: the range is widened by 2^-40 of its larger bound, so that an honest sum of extremes
-        passes.
+        Sums round: the range is widened by 2^-40 of its larger bound, so that honest sums of extremes pass.
         """
-        slack = max(abs(self.reward_low), abs(self.reward_high)) * 2.0**-40
+        return self._within(value, prompts, 2.0**-40)
+
+    def mean_ok(self, value: float) -> bool:
+        """Whether `value` can be a mean of sums that passed `reward_ok`: twice the allowance, means round too."""
+        return self._within(value, 1, 2.0**-39)
+
+    def _within(self, value: float, prompts: int, allowance: float) -> bool:
+        slack = max(abs(self.reward_low), abs(self.reward_high)) * allowance
         low, high = (self.reward_low - slack) * prompts, (self.reward_high + slack) * prompts
         return math.isfinite(value) and low <= value <= high
 
@@ -243,15 +250,15 @@ _RULES: dict[str, Rule] = {
     "train_tokens": _SHA256,
     "heldout_tokens": _SHA256,
     "stop_ids": many(whole(0, 2**32 - 1), at_most=1024),
-    "reward_low": number(),
-    "reward_high": number(),
+    "reward_low": number(-LARGEST_REWARD, LARGEST_REWARD),
+    "reward_high": number(-LARGEST_REWARD, LARGEST_REWARD),
     "members": whole(2, MAX_MEMBERS),
     "mirrored": FLAG,
     "sigma": many(EXACT_SIGMA, at_least=1),
     "alpha": many(ALPHA, at_least=1),
     "shaping": choice("zscore", "ranks"),
-    "clip": number(0.0),
-    "std_floor": number(0.0),
+    "clip": number(0.0, LARGEST_REWARD),
+    "std_floor": number(0.0, LARGEST_REWARD),
     "update": FLAG,
     "include": many(GLOB, at_least=1),
     "exclude": many(GLOB),
@@ -261,7 +268,7 @@ _RULES: dict[str, Rule] = {
     "per_round": whole(1, 2**32 - 1),
     "chunk": whole(1, 2**32 - 1),
     "max_new_tokens": whole(0, 2**20),
-    "temperature": number(0.0),
+    "temperature": number(0.0, 100.0),
     "top_p": number(0.0, 1.0, above=True),
     "trusted": distinct(many(hexes(32, "an Ed25519 public key"), at_most=64)),
 }

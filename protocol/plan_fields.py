@@ -23,7 +23,7 @@ from protocol.fields import (
     text,
     whole,
 )
-from protocol.lock import MAX_MEMBERS
+from protocol.lock import LARGEST_REWARD, MAX_MEMBERS
 
 # The one free table. Not [run.task]: `task` is a key of [run], and TOML has no room for both.
 OPTIONS = "run.options"
@@ -82,9 +82,9 @@ FIELDS: tuple[PlanField, ...] = (
               "step size, one number or one per round; above 0 unless `update = false`"),
     PlanField("run.es", "shaping", choice("zscore", "ranks"),
               "how rewards become weights: z-scores, or centred ranks times sqrt(12)"),
-    PlanField("run.es", "clip", number(0.0),
+    PlanField("run.es", "clip", number(0.0, LARGEST_REWARD),
               "largest magnitude of a shaped reward; 0: no limit"),
-    PlanField("run.es", "std_floor", number(0.0),
+    PlanField("run.es", "std_floor", number(0.0, LARGEST_REWARD),
               "a smaller spread of rewards counts as this, so that one flipped answer is no full step"),
     PlanField("run.es", "update", FLAG,
               "false: members are measured and the weights never move"),
@@ -98,7 +98,7 @@ FIELDS: tuple[PlanField, ...] = (
               "prompts in the smallest piece of work; 0: a quarter of the round"),
     PlanField("run.sampling", "max_new_tokens", whole(0, 2**20),
               "longest answer in tokens; 0: the task's own limit"),
-    PlanField("run.sampling", "temperature", number(0.0),
+    PlanField("run.sampling", "temperature", number(0.0, 100.0),
               "0: greedy"),
     PlanField("run.sampling", "top_p", number(0.0, 1.0, above=True),
               "nucleus sampling; 1: off"),

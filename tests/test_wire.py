@@ -1,0 +1,393 @@
+"""The wire: every message round-trips, golden bytes hold, and no bytes whatever do harm."""
+
+from __future__ import annotations
+
+import json
+import random
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from protocol.entries import EndBody, seal
+from protocol.messages import (
+    RULE_BY_TYPE,
+    SCHEMA,
+    Ack,
+    Applied,
+    Assign,
+    Bye,
+    Cancel,
+    Commit,
+    CoordBeat,
+    Entries,
+    Failed,
+    Fetch,
+    Hello,
+    Kind,
+    Message,
+    NodeBeat,
+    Refuse,
+    Rehello,
+    Release,
+    Result,
+    Unit,
+    Welcome,
+)
+from protocol.wire import (
+    MAX_CHUNKS,
+    MAX_ENTRIES,
+    MAX_FRAME,
+    MAX_UNITS,
+    MalformedMessage,
+    decode,
+    encode,
+    fitting,
+)
+from protocol.zmtp import wire_size
+
+GOLDEN = Path(__file__).parent / "golden" / "wire.json"
+KEY = bytes(range(32))
+U32 = st.integers(0, 2**32 - 1)
+U64 = st.integers(0, 2**64 - 1)
+
+
+def entry(reason: str = "done") -> bytes:
+    return seal(
+        EndBody(reason), parent=bytes(32), term=1, nonce=b"8 bytes!", round=2, digest=2**64 - 1, key=KEY
+    ).raw
+
+
+UNIT = Unit(12, Kind.MEMBER, 30, 0, 3)
+EXAMPLES: tuple[Message, ...] = (
+    Hello(1, 1, 1, b"r" * 32, "ada", "cpu", "EPYC", b"selftest", b"finger__", 9, b"t" * 32, 2**64 - 1, 3, (UNIT,)),
+    Welcome(1, b"r" * 32, b"{}", 3, 9, b"t" * 32),
+    Refuse("two machines use one key"),
+    Rehello(),
+    Fetch(4, 100),
+    Entries(4, (entry(), entry("or not"))),
+    Assign(UNIT, b"parent__", 15),
+    Result(UNIT, 2**63, (1.5, -2.0, 0.0, 1e-300), b"parent__", 2**63, 12, 1, 4000, (900, 70000, 9), b"evidence"),
+    Ack(UNIT, "ok"),
+    Failed(UNIT, "out of memory"),
+    Release("leaving"),
+    Cancel(UNIT),
+    Commit(9, entry()),
+    Applied(10, b"tip_____", 2**64 - 1, 250),
+    NodeBeat(10, b"tip_____", ((UNIT, 512), (Unit(12, Kind.PROBE, 0, 0, 1), 0))),
+    CoordBeat(3, 10, b"tip_____", (UNIT,)),
+    Bye("the run ended"),
+)  # fmt: skip
+
+
+def sender_of(message: Message) -> str:
+    sender = RULE_BY_TYPE[type(message)].sender
+    return "node" if sender == "any" else sender
+
+
+# ---------------------------------------------------------------- round trips
+
+UNITS = st.builds(
+    lambda round, kind, member, first, span: Unit(round, kind, 0 if kind else member, first, first + span),
+    U32, st.sampled_from([0, 1]), st.integers(0, 4095), st.integers(0, 2**31), st.integers(0, 9),
+)  # fmt: skip
+TEXT = st.text(max_size=60)
+B8 = st.binary(min_size=8, max_size=8)
+B32 = st.binary(min_size=32, max_size=32)
+RAW = st.text(max_size=40).map(entry)
+SUMS = st.floats(allow_nan=False, allow_infinity=False)
+RESULTS = UNITS.flatmap(
+    lambda unit: st.builds(
+        Result,
+        st.just(unit),
+        U64,
+        st.tuples(*[SUMS] * (unit.last - unit.first + 1)),
+        B8, U64, U32, U32, U32, st.tuples(U32, U32, U32), B8,
+    )
+)  # fmt: skip
+STRATEGIES: dict[type[Message], st.SearchStrategy[Any]] = {
+    Hello: st.builds(
+        Hello, U32, U32, U32, st.one_of(B32, st.just(b"")), TEXT, TEXT, TEXT, B8, B8, U32,
+        st.one_of(B32, st.just(b"")), U64, U32, st.lists(UNITS, max_size=4).map(tuple),
+    ),
+    Welcome: st.builds(Welcome, U32, B32, st.binary(max_size=99), U32, U32, B32),
+    Refuse: st.builds(Refuse, TEXT),
+    Rehello: st.just(Rehello()),
+    Fetch: st.builds(Fetch, U32, st.integers(1, MAX_ENTRIES)),
+    Entries: st.builds(Entries, U32, st.lists(RAW, max_size=3).map(tuple)),
+    Assign: st.builds(Assign, UNITS, B8, U32),
+    Result: RESULTS,
+    Ack: st.builds(Ack, UNITS, TEXT),
+    Failed: st.builds(Failed, UNITS, TEXT),
+    Release: st.builds(Release, TEXT),
+    Cancel: st.builds(Cancel, UNITS),
+    Commit: st.builds(Commit, U32, RAW),
+    Applied: st.builds(Applied, U32, B8, U64, U32),
+    NodeBeat: st.builds(
+        NodeBeat, U32, B8, st.lists(st.tuples(UNITS, st.integers(0, 1000)), max_size=4).map(tuple)
+    ),
+    CoordBeat: st.builds(CoordBeat, U32, U32, B8, st.lists(UNITS, max_size=4).map(tuple)),
+    Bye: st.builds(Bye, TEXT),
+}  # fmt: skip
+
+
+def test_every_message_is_covered() -> None:
+    types = [rule.type for rule in SCHEMA]
+    assert set(STRATEGIES) == set(types) == {type(message) for message in EXAMPLES}
+    assert len({rule.tag for rule in SCHEMA}) == len(SCHEMA) and max(rule.tag for rule in SCHEMA) < 128
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.one_of(*STRATEGIES.values()))
+def test_round_trip(message: Message) -> None:
+    frame = encode(message)
+    assert decode(frame, sender_of(message)) == message
+    assert len(frame) <= RULE_BY_TYPE[type(message)].limit
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda m: type(m).__name__)
+def test_golden_bytes(message: Message) -> None:
+    """These bytes are wire version 1. A change here is a new wire version."""
+    golden = json.loads(GOLDEN.read_text())
+    name = type(message).__name__
+    assert encode(message).hex() == golden[name]
+    assert decode(bytes.fromhex(golden[name]), sender_of(message)) == message
+
+
+# ---------------------------------------------------------------- sizes
+
+
+def test_a_unit_costs_little() -> None:
+    """Assign + Result + Ack of one unit of four chunks, on the socket, plain."""
+    unit = Unit(2**31, Kind.MEMBER, 4095, 100, 103)
+    spoken = (
+        Assign(unit, b"parent__", 3600),
+        Result(
+            unit, 2**64 - 1, (1.25,) * 4, b"parent__", 2**64 - 1, 999, 99, 10**6, (10**6,) * 3, b"evidence"
+        ),
+        Ack(unit, "ok"),
+    )
+    assert sum(wire_size(len(encode(message)), encrypted=False) for message in spoken) <= 220
+
+
+def test_limits_fit_the_largest_legal_messages() -> None:
+    unit = Unit(2**32 - 1, Kind.MEMBER, 4095, 2**31, 2**31 + MAX_CHUNKS - 1)
+    small = Unit(2**32 - 1, Kind.MEMBER, 4095, 2**32 - 1, 2**32 - 1)
+    result = Result(
+        unit,
+        2**64 - 1,
+        (0.5,) * MAX_CHUNKS,
+        b"p" * 8,
+        2**64 - 1,
+        *[2**32 - 1] * 3,
+        (2**32 - 1,) * 3,
+        b"e" * 8,
+    )
+    for message in (
+        result,
+        Hello(*[2**32 - 1] * 3, b"r" * 32, "é" * 64, "é" * 64, "é" * 200, b"s" * 8, b"f" * 8, 2**32 - 1,
+              b"t" * 32, 2**64 - 1, 2**32 - 1, (small,) * MAX_UNITS),
+        NodeBeat(2**32 - 1, b"t" * 8, ((small, 1000),) * MAX_UNITS),
+        CoordBeat(2**32 - 1, 2**32 - 1, b"t" * 8, (small,) * MAX_UNITS),
+        Assign(small, b"p" * 8, 2**32 - 1),
+        Applied(2**32 - 1, b"t" * 8, 2**64 - 1, 2**32 - 1),
+        Cancel(small),
+        *(type(m)("\U0001f600" * 1000) for m in (Refuse(""), Release(""), Bye(""))),
+        Failed(small, "\U0001f600" * 1000),
+        Ack(small, "refused: " + "x" * 400),
+    ):  # fmt: skip
+        assert decode(encode(message), sender_of(message))
+
+
+def test_reasons_are_cut_and_everything_else_is_refused() -> None:
+    cut = decode(encode(Refuse("x" * 3000 + "\ud800")), "coordinator")
+    assert isinstance(cut, Refuse) and len(cut.reason) == 500 and cut.reason.endswith("...")
+    for wrong in (
+        Fetch(0, MAX_ENTRIES + 1),
+        Applied(-1, b"12345678", 0, 0),
+        Cancel(Unit(0, 0, 0, 3, 2)),
+        Commit(1, b"no entry"),
+        Commit(1, entry()[:-1] + b"x" + b"y"),
+        Entries(0, (entry()[:-70] + bytes(70),)),
+    ):
+        with pytest.raises(ValueError):
+            encode(wrong)
+
+
+def test_fitting_fills_a_message_and_no_more() -> None:
+    raws = [entry("x" * 400)] * 3000
+    taken = fitting(raws)
+    assert len(taken) == MAX_ENTRIES and encode(Entries(0, taken))
+    assert fitting([]) == ()
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def refused(frame: bytes, sender: str) -> str:
+    with pytest.raises(MalformedMessage) as caught:
+        decode(frame, sender)
+    return str(caught.value)
+
+
+def pack(*values: Any) -> bytes:
+    return msgpack.packb(list(values))
+
+
+RESULT = [8, [1, 0, 2, 0, 1], 7, [1.0, 2.0], b"p" * 8, 5, 0, 0, 9, [1, 2, 3], b"e" * 8]
+
+
+def result_with(position: int, value: Any) -> bytes:
+    return pack(*RESULT[:position], value, *RESULT[position + 1 :])
+
+
+def test_the_plain_result_is_fine() -> None:
+    assert isinstance(decode(pack(*RESULT), "node"), Result)
+
+
+@pytest.mark.parametrize(
+    ("frame", "sender", "says"),
+    [
+        (b"", "node", "no message"),
+        (b"\x80", "node", "no message"),
+        (pack(), "node", "no message"),
+        (pack(99), "node", "unknown tag"),
+        (pack(True), "node", "unknown tag"),
+        (pack("8"), "node", "unknown tag"),
+        (encode(EXAMPLES[7]), "coordinator", "does not come from"),
+        (encode(EXAMPLES[6]), "node", "does not come from"),
+        (encode(EXAMPLES[6]), "stranger", "does not come from"),
+        (encode(EXAMPLES[2]) + b"\0", "coordinator", "extra data"),
+        (encode(EXAMPLES[2])[:-1], "coordinator", "incomplete"),
+        (pack(4, 0), "coordinator", "Rehello"),
+        (pack(4) + bytes(16), "coordinator", "limit is 16"),
+        (result_with(3, [1.0, float("nan")]), "node", "finite"),
+        (result_with(3, [1.0, float("inf")]), "node", "finite"),
+        (result_with(3, [1.0]), "node", "1 sums"),
+        (result_with(3, [1.0] * 3), "node", "3 sums"),
+        (result_with(3, [1.0, "2"]), "node", "float"),
+        (result_with(2, -1), "node", "outside"),
+        (result_with(6, 2**32), "node", "outside"),
+        (result_with(4, b"p" * 7), "node", "7 bytes"),
+        (result_with(4, "AAAAAAAAAAA="), "node", "bytes"),
+        (result_with(5, 5.0), "node", "int"),
+        (result_with(5, True), "node", "int"),
+        (result_with(1, [1, 0, 2, 1, 0]), "node", "chunks"),
+        (result_with(1, [1, 2, 2, 0, 1]), "node", "kind"),
+        (result_with(1, [1, 0, 4096, 0, 1]), "node", "member"),
+        (result_with(1, [1, 1, 3, 0, 1]), "node", "probe of member"),
+        (result_with(1, [1, 0, 2, 0]), "node", "length"),
+        (result_with(1, [1, 0, 2, 0, 1, 9]), "node", "length"),
+        (result_with(9, [1, 2]), "node", "length"),
+        (result_with(9, {}), "node", "Result"),
+        (result_with(9, {1: 2}), "node", "Result"),
+        (pack(*RESULT, 0), "node", "length"),
+        (pack(*RESULT[:-1]), "node", "length"),
+        (pack(5, 0, 0), "node", "count"),
+        (pack(13, 1, b"x" * 64), "coordinator", "entry"),
+        (pack(10, [1, 0, 2, 0, 1], "x" * 501), "node", "501 characters"),
+        (pack(10, [1, 0, 2, 0, 1], msgpack.ExtType(1, b"x")), "node", "Failed"),
+        (pack(10, [1, 0, 2, 0, 1], msgpack.Timestamp(1)), "node", "Failed"),
+        (b"\x92\x0b\xa2\xff\xfe", "node", "utf-8"),
+        (b"\x92\x0b\xc1", "node", "Release"),
+        (b"\x92\x0b\xdd\xff\xff\xff\xff", "node", "Release"),
+        (b"\x92\x0b\xdb\xff\xff\xff\xff", "node", "Release"),
+        (b"\x92\x0b" + b"\x91" * 2000, "node", "Release"),
+    ],
+)  # fmt: skip
+def test_refused(frame: bytes, sender: str, says: str) -> None:
+    assert says in refused(frame, sender)
+
+
+def test_a_later_hello_is_still_read() -> None:
+    """Versions are agreed in Hello itself, so fields that a later one appends are skipped, there only."""
+    hello = EXAMPLES[0]
+    fields = msgpack.unpackb(encode(hello))
+    assert decode(pack(*fields, 7, "new"), "node") == hello
+    assert "length" in refused(pack(*msgpack.unpackb(encode(EXAMPLES[13])), 7), "node")
+
+
+# ---------------------------------------------------------------- any bytes whatever
+
+
+def survive(frame: bytes) -> None:
+    for sender in ("node", "coordinator", ""):
+        try:
+            message = decode(frame, sender)
+        except MalformedMessage:
+            continue
+        assert decode(encode(message), sender_of(message)) == message
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.binary(max_size=300))
+@example(b"\xdc\xff\xff" * 100)
+def test_random_bytes(frame: bytes) -> None:
+    survive(frame)
+
+
+LEAVES = st.one_of(
+    st.none(), st.booleans(), st.integers(-(2**63), 2**64 - 1), st.floats(), st.text(), st.binary()
+)
+TREES = st.recursive(
+    LEAVES,
+    lambda inner: st.lists(inner, max_size=16) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from([rule.tag for rule in SCHEMA]), st.lists(TREES, max_size=15))
+def test_well_formed_msgpack_of_any_shape(tag: int, fields: list[Any]) -> None:
+    survive(pack(tag, *fields))
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.sampled_from(EXAMPLES), st.data())
+def test_mutated_frames(message: Message, data: st.DataObject) -> None:
+    frame = bytearray(encode(message))
+    for _ in range(data.draw(st.integers(1, 3))):
+        position = data.draw(st.integers(0, len(frame) - 1))
+        action = data.draw(st.sampled_from(["set", "drop", "insert"]))
+        if action == "set":
+            frame[position] = data.draw(st.integers(0, 255))
+        elif action == "insert":
+            frame.insert(position, data.draw(st.integers(0, 255)))
+        elif len(frame) > 1:
+            del frame[position]
+    survive(bytes(frame))
+
+
+def test_every_single_bit_of_every_example() -> None:
+    for message in EXAMPLES:
+        frame = encode(message)
+        for bit in range(8 * len(frame)):
+            flipped = bytearray(frame)
+            flipped[bit // 8] ^= 1 << bit % 8
+            survive(bytes(flipped))
+
+
+def test_claims_of_huge_arrays_allocate_nothing() -> None:
+    """A few bytes that announce gigabytes, and nests of arrays, must cost no memory worth the name."""
+    chance = random.Random(1)
+    frames = [bytes([0x92, rule.tag]) + b"\xdd\x7f\xff\xff\xff" * 4 for rule in SCHEMA]
+    frames += [
+        bytes([0x92, rule.tag]) + b"\xdc\x10\x00" * (rule.limit // 3 - 1)
+        for rule in SCHEMA
+        if rule.limit < 10**5
+    ]
+    frames += [bytes([0x92, 13]) + chance.randbytes(1000) for _ in range(50)]
+    tracemalloc.start()
+    for frame in frames:
+        survive(frame)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 64 * 2**20
+
+
+def test_an_oversized_frame_is_refused_before_it_is_parsed() -> None:
+    assert max(rule.limit for rule in SCHEMA) == MAX_FRAME
+    assert "limit" in refused(bytes([0x92, 13]) + bytes(MAX_FRAME), "coordinator")
