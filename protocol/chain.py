@@ -26,7 +26,7 @@ from protocol.entries import (
     signed_by,
 )
 from protocol.errors import UserError
-from protocol.fields import bf16
+from protocol.fields import ALPHA, EXACT_SIGMA
 from protocol.lock import MAX_MEMBERS, Lock, LockError, lock_from_bytes
 from protocol.seeds import member_seed, rounding_seed
 from protocol.shaping import Shaping, Step, coefficients, make_step
@@ -300,11 +300,11 @@ class Chain:
             raise self._refuse(f"an amendment of round {body.from_round}, which is closed")
         if (body.alpha, body.sigma, body.members, body.trusted) == (None, None, None, ()):
             raise self._refuse("an amendment that changes nothing")
-        if body.alpha is not None and not (math.isfinite(body.alpha) and body.alpha >= 0):
-            raise self._refuse(f"an amendment to alpha {body.alpha}")
-        if body.sigma is not None and not (math.isfinite(body.sigma) and 0 < body.sigma == bf16(body.sigma)):
-            raise self._refuse(f"an amendment to sigma {body.sigma}, no positive bf16 number")
-        count = body.members
+        alpha, sigma, count = body.alpha, body.sigma, body.members
+        if alpha is not None and not (ALPHA.accepts(alpha) and (alpha > 0 or not self.lock.update)):
+            raise self._refuse(f"an amendment to alpha {alpha}")
+        if sigma is not None and not EXACT_SIGMA.accepts(sigma):
+            raise self._refuse(f"an amendment to sigma {sigma}, no positive bf16 number")
         if count is not None and not (2 <= count <= MAX_MEMBERS and not (self.lock.mirrored and count % 2)):
             raise self._refuse(f"an amendment to {count} members")
 

@@ -37,6 +37,14 @@ class Rule:
     expects: str
     read: Callable[[Any], Any]
 
+    def accepts(self, value: Any) -> bool:
+        """Whether `read` would take the value."""
+        try:
+            self.read(value)
+        except ValueError:
+            return False
+        return True
+
 
 def whole(low: int, high: int = U64) -> Rule:
     """An int (never a bool) within the bounds."""

@@ -64,14 +64,14 @@ def entry(reason: str = "done") -> bytes:
 
 UNIT = Unit(12, Kind.MEMBER, 30, 0, 3)
 EXAMPLES: tuple[Message, ...] = (
-    Hello(1, 1, 1, b"r" * 32, "ada", "cpu", "EPYC", b"selftest", b"finger__", 9, b"t" * 32, 2**64 - 1, 3, (UNIT,)),
+    Hello(1, 1, 1, b"r" * 32, "a", "cpu", "E", b"selftest", b"finger__", 9, b"t" * 32, 2**64 - 1, 3, (UNIT,)),
     Welcome(1, b"r" * 32, b"{}", 3, 9, b"t" * 32),
     Refuse("two machines use one key"),
     Rehello(),
     Fetch(4, 100),
     Entries(4, (entry(), entry("or not"))),
     Assign(UNIT, b"parent__", 15),
-    Result(UNIT, 2**63, (1.5, -2.0, 0.0, 1e-300), b"parent__", 2**63, 12, 1, 4000, (900, 70000, 9), b"evidence"),
+    Result(UNIT, 2**63, (1.5, -2.0, 0.0, 1e-300), b"parent__", 2**63, 12, 1, 99, (1, 70000, 9), b"evidence"),
     Ack(UNIT, "ok"),
     Failed(UNIT, "out of memory"),
     Release("leaving"),
