@@ -43,6 +43,7 @@ class Request:
     rounds: int | None = None
     nodes: int = 2
     threads: int = 1
+    node_words: tuple[str, ...] = ()  # further arguments of every node process
 
 
 def draft(request: Request) -> str:

@@ -168,7 +168,7 @@ def _train(place: RunFolder, lock: Lock, request: Request, console: Console, des
     )
     children = Children()
     try:
-        _start(place, names, request.threads, descriptor, children)
+        _start(place, names, request, descriptor, children)
         _follow(watch, children, console)
         children.wait(folder.STALE_WAIT)
     finally:
@@ -181,7 +181,7 @@ def _train(place: RunFolder, lock: Lock, request: Request, console: Console, des
         )
 
 
-def _start(place: RunFolder, names: list[str], threads: int, descriptor: int, children: Children) -> None:
+def _start(place: RunFolder, names: list[str], request: Request, descriptor: int, children: Children) -> None:
     address_file = place.coordinator / "address"
     address_file.unlink(missing_ok=True)
     arguments = ("--data", str(place.path), "--bind", "tcp://127.0.0.1:0")
@@ -194,13 +194,14 @@ def _start(place: RunFolder, names: list[str], threads: int, descriptor: int, ch
             raise ChildFailed(f"the coordinator does not start to listen; its log is {log}.")
         time.sleep(0.05)
     for name in names:
-        children.add(_node(place, name, threads, descriptor))
+        children.add(_node(place, name, request, descriptor))
 
 
-def _node(place: RunFolder, name: str, threads: int, descriptor: int) -> Child:
-    arguments = ("--run", str(place.path), "--name", name, "--threads", str(threads))
-    environment = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"), str(threads))
-    return Child(name, "esnode.daemon", arguments, place.log(name), environment, (descriptor,))
+def _node(place: RunFolder, name: str, request: Request, descriptor: int) -> Child:
+    arguments = ("--run", str(place.path), "--name", name, "--threads", str(request.threads))
+    return Child(
+        name, "esnode.daemon", (*arguments, *request.node_words), place.log(name), keep_open=(descriptor,)
+    )
 
 
 def _follow(watch: Watch, children: Children, console: Console) -> None:
@@ -208,14 +209,18 @@ def _follow(watch: Watch, children: Children, console: Console) -> None:
     coordinator = children.all["coordinator"]
     shown = len(watch.ledger.refresh().rounds)  # those of before a resume are no news
     if not console.is_terminal:
-        while coordinator.code is None:
+        while coordinator.code != 0:  # crashes and refusals are `look`'s business
             children.look(time.monotonic())
             shown = _print_rounds(watch.look(children.restarts), shown, console)
             time.sleep(LOOK_SECONDS)
-        _print_rounds(watch.look(children.restarts), shown, console)
+        last = watch.look(children.restarts)
+        _print_rounds(last, shown, console)
+        if last.history.heldout:
+            score = last.history.heldout[-1]
+            console.print(f"held-out {score.mean:.4f} after {score.round} rounds", highlight=False)
         return
     with Live(console=console, transient=True, auto_refresh=False) as live:
-        while coordinator.code is None:
+        while coordinator.code != 0:  # crashes and refusals are `look`'s business
             children.look(time.monotonic())
             live.update(progress.view(watch.look(children.restarts)), refresh=True)
             time.sleep(LOOK_SECONDS)

@@ -1,0 +1,232 @@
+"""`esnode run` with real processes: to the end, through crashes and kills, and with a model.
+
+The first part trains 64 numbers under the real noise law (`toy_engine.py`), the second a tiny language model.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from esnode.folder import RunFolder, busy
+from protocol import keys, ledger
+from tests import runs
+
+ROOT = Path(__file__).resolve().parent.parent
+PATIENCE = 60.0
+ROUNDS = 8
+SECONDS = 0.02  # of a unit: long enough to be interrupted
+
+
+@pytest.fixture(autouse=True)
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A user of our own, with a known signing key."""
+    place = tmp_path / "config"
+    place.mkdir()
+    keys.write_signing(place / "coordinator.key", runs.SIGNING_SEED)
+    monkeypatch.setenv("ESNODE_CONFIG", str(place))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    yield place
+
+
+class Toy:
+    """One toy run folder and the `esnode run` working in it."""
+
+    def __init__(self, path: Path, **options: object) -> None:
+        self.place = RunFolder(path)
+        runs.make_folder(
+            path, names=(), rounds=ROUNDS, repeatable=True, task_options={"seconds": SECONDS, **options}
+        )
+
+    def start(self, nodes: int = 2) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "tests.toy_run", str(self.place.path), str(nodes)]
+        return subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    def finish(self, nodes: int = 2) -> str:
+        """Run to the end; what was printed."""
+        process = self.start(nodes)
+        printed, _ = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 0, printed
+        return printed
+
+    @property
+    def entries(self) -> int:
+        return ledger.read(self.place.ledger).chain.height if self.place.ledger.exists() else 0
+
+    @property
+    def digest(self) -> int:
+        reading = ledger.read(self.place.ledger)
+        assert reading.ended, str(reading)
+        assert reading.chain.round == ROUNDS
+        return reading.chain.entries[-1].digest
+
+    def pid(self, name: str) -> int:
+        """The process that works as `name`, found by its command line."""
+        wanted = str(self.place.path).encode()
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+            except OSError:  # it has just ended
+                continue
+            role = b"coordinator.server" in words if name == "coordinator" else name.encode() in words
+            if b"esnode.leash" in words and wanted in words and role:
+                return int(entry.name)
+        return 0
+
+
+def until(condition: object, what: str) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline, f"never happened: {what}"
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> int:
+    """D of the toy run that nothing disturbs."""
+    toy = Toy(tmp_path_factory.mktemp("unbroken") / "run")
+    with pytest.MonkeyPatch.context() as patch:
+        user = tmp_path_factory.mktemp("user")
+        keys.write_signing(user / "coordinator.key", runs.SIGNING_SEED)
+        patch.setenv("ESNODE_CONFIG", str(user))
+        patch.setenv("PYTHONPATH", str(ROOT))
+        toy.finish()
+    return toy.digest
+
+
+def test_a_run_to_the_end(tmp_path: Path) -> None:
+    toy = Toy(tmp_path / "run")
+    printed = toy.finish()
+    assert f"round {ROUNDS}/{ROUNDS}" in printed and "finished" in printed
+    for path in (toy.place.metrics, toy.place.units, toy.place.ledger, toy.place.tensorboard):
+        assert path.exists()
+    assert not busy(toy.place)
+    assert f"round {ROUNDS}/" not in toy.finish(), "nothing is left to train"
+
+
+def kill_and_resume(toy: Toy, moments: list[float]) -> None:
+    """kill -9 of `esnode run` after each of these seconds, then one undisturbed `--resume`."""
+    for moment in moments:
+        process = toy.start()
+        time.sleep(moment)  # the moment is the point; whatever phase it hits must do
+        process.kill()
+        process.communicate()
+    toy.finish()
+
+
+def test_killed_at_random_moments_it_resumes_to_the_same_bits(tmp_path: Path, unbroken: int) -> None:
+    toy = Toy(tmp_path / "run")
+    process = toy.start()
+    until(lambda: toy.entries > 6, "a few rounds")
+    process.kill()
+    process.communicate()
+    assert not ledger.read(toy.place.ledger).ended
+    kill_and_resume(toy, [0.9, 1.3])
+    assert toy.digest == unbroken
+
+
+@pytest.mark.slow
+def test_twenty_random_kills(tmp_path: Path, unbroken: int) -> None:
+    chance = random.Random(20)
+    for number in range(20):
+        toy = Toy(tmp_path / f"run{number}")
+        kill_and_resume(toy, [chance.uniform(0.1, 3.0) for _ in range(chance.randint(1, 3))])
+        assert toy.digest == unbroken, f"run {number}"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_keeps_everything(tmp_path: Path, unbroken: int, number: signal.Signals) -> None:
+    toy = Toy(tmp_path / "run")
+    process = toy.start()
+    until(lambda: toy.entries > 5, "a few rounds")
+    process.send_signal(number)
+    printed, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130
+    assert f"esnode run --resume --out {toy.place.path}" in printed
+    assert "Traceback" not in printed
+    assert not busy(toy.place)
+    assert not any(toy.pid(name) for name in ("coordinator", "node-1", "node-2"))
+    toy.finish()
+    assert toy.digest == unbroken
+
+
+@pytest.mark.parametrize("moment", [0.15, 0.35, 0.6, 0.8])
+def test_ctrl_c_while_it_starts(tmp_path: Path, moment: float) -> None:
+    toy = Toy(tmp_path / "run")
+    process = toy.start()
+    until(toy.place.busy.exists, "the folder is taken")
+    time.sleep(moment)
+    process.send_signal(signal.SIGINT)
+    printed, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130, printed
+    assert "Traceback" not in printed
+    assert not busy(toy.place)
+    toy.finish()
+
+
+@pytest.mark.parametrize("victim", ["node-1", "coordinator"])
+def test_a_killed_process_is_started_again(tmp_path: Path, unbroken: int, victim: str) -> None:
+    toy = Toy(tmp_path / "run")
+    process = toy.start()
+    until(lambda: toy.entries > 5, "a few rounds")
+    os.kill(toy.pid(victim), signal.SIGKILL)
+    printed, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, printed
+    assert toy.place.log(victim).read_text().count(f"{victim} starts") == 2
+    assert toy.digest == unbroken
+
+
+def test_a_second_run_in_the_folder_is_refused(tmp_path: Path) -> None:
+    toy = Toy(tmp_path / "run")
+    first = toy.start()
+    until(lambda: toy.entries > 3, "the first rounds")
+    second = toy.start()
+    printed, _ = second.communicate(timeout=PATIENCE)
+    assert second.returncode == 1
+    assert (
+        printed
+        == f"esnode: {toy.place.path} is in use by process {first.pid}. Wait for it, stop it with "
+        + ("Ctrl-C, or choose another folder with --out.\n")
+    )
+    first.communicate(timeout=PATIENCE)
+    assert first.returncode == 0
+
+
+def test_a_coordinator_that_refuses_is_quoted_and_not_retried(tmp_path: Path) -> None:
+    toy = Toy(tmp_path / "run")
+    toy.place.plan.write_text(toy.place.plan.read_text() + "quorum = 7\n")
+    process = toy.start()
+    printed, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 1
+    assert "ops.quorum = 7" in printed and "Traceback" not in printed
+
+
+def test_nodes_that_always_crash_end_the_run_with_their_last_words(tmp_path: Path) -> None:
+    toy = Toy(tmp_path / "run")
+    crash = "import os\ndef load(*_):\n    print('out of paper', flush=True)\n    os._exit(9)\n"
+    (tmp_path / "broken.py").write_text(crash)
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    command = [sys.executable, "-m", "tests.toy_run", str(toy.place.path), "1", "broken:load"]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "node-1 crashed 4 times (exit code 9)" in done.stderr
+    assert "out of paper" in done.stderr and str(toy.place.log("node-1")) in done.stderr
