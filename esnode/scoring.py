@@ -9,7 +9,6 @@ Called by `episodes.py`.
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import os
 import select
@@ -34,7 +33,6 @@ START_SECONDS = 60.0  # importing what a scorer needs, on a busy machine
 LOOK_SECONDS = 0.05  # how often a waiting parent looks whether its work was cancelled
 MEMORY_BYTES = 2 * 1024**3
 KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "SYSTEMROOT")
-log = logging.getLogger(__name__)
 
 
 class ScorerError(UserError):
@@ -53,12 +51,15 @@ _Answer: TypeAlias = tuple[int, str, Sequence[ChatMessage]]  # item number, text
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
-    """One answer that got the floor because its scorer failed."""
+class Verdict:
+    """What follows one answer: the end of the episode with a score, or messages to append and another turn.
 
-    split: str
-    index: int
-    reason: str
+    `failure` says why the score is the floor although nobody scored; empty otherwise.
+    """
+
+    score: Score | None = None
+    more: tuple[ChatMessage, ...] = ()
+    failure: str = ""
 
 
 class Scorer:
@@ -75,8 +76,7 @@ class Scorer:
     ) -> None:  # fmt: skip
         self.task = open_task(spec, options, data, code=code)
         self.seconds = float(options.get("time_limit", 5.0))
-        self.failures: list[Failure] = []
-        self.reasons: Counter[str] = Counter()
+        self.failures: Counter[str] = Counter()  # answers given the floor, by reason
         self._opening = {
             "spec": spec,
             "options": dict(options),
@@ -109,45 +109,41 @@ class Scorer:
     def score_batch(
         self, split: str, indices: Sequence[int], texts: Sequence[str], stop: StopCheck = never
     ) -> list[Score]:
-        """One score per answer of a single-turn task; raises ValueError if the task asks for another turn."""
-        scores: list[Score] = []
-        for outcome in self.reply_batch(split, indices, texts, None, stop):
-            if not isinstance(outcome, Score):
-                raise ValueError(f"task {self.task.name!r} has several turns: use reply_batch")
-            scores.append(outcome)
-        return scores
+        """One score per answer of a single-turn task, the floor where scoring failed; see `judge`."""
+        scores = [verdict.score for verdict in self.judge(split, indices, texts, stop=stop)]
+        if None in scores:
+            raise ValueError(f"task {self.task.name!r} has several turns: use judge")
+        return [score for score in scores if score is not None]
 
-    def reply_batch(
+    def judge(
         self,
         split: str,
         indices: Sequence[int],
         texts: Sequence[str],
-        conversations: Sequence[Sequence[ChatMessage]] | None,
+        conversations: Sequence[Sequence[ChatMessage]] | None = None,
         stop: StopCheck = never,
-    ) -> list[Score | list[ChatMessage]]:
-        """What follows each answer: its score, or the messages to append to its conversation.
+    ) -> list[Verdict]:
+        """What follows each answer, in order. `conversations[k]` is the chat that answer k ends.
 
-        `indices` are item numbers within the split. Raises Cancelled when `stop()` turns true, ScorerError
-        when no child can be started.
+        `indices` are item numbers within the split. Failures of the task's code are verdicts, counted in
+        `failures`. Raises Cancelled when `stop()` turns true, ScorerError when no child can be started.
         """
         assert all(0 <= index < len(self.task.items_of(split)) for index in indices)
         answers = list(zip(indices, texts, conversations or [()] * len(texts), strict=True))
+        verdicts: list[Verdict] = []
         if self.task.batched and len(answers) > 1:
             replies, fate = self._request(split, answers, stop)
             if fate is None and all(reply[0] != "failed" for reply in replies):
-                return [
-                    self._judged(reply, split, index) for reply, index in zip(replies, indices, strict=True)
-                ]
+                verdicts = [self._verdict(reply) for reply in replies]
         # A batch that failed as a whole is tried again answer by answer, so that only the guilty ones pay.
         step = 1 if self.task.batched else len(answers)
-        outcomes: list[Score | list[ChatMessage]] = []
-        while len(outcomes) < len(answers):
-            wanted = answers[len(outcomes) :][:step]
-            replies, fate = self._request(split, wanted, stop)
-            outcomes += [self._judged(reply, split, wanted[at][0]) for at, reply in enumerate(replies)]
+        while len(verdicts) < len(answers):
+            replies, fate = self._request(split, answers[len(verdicts) :][:step], stop)
+            verdicts += [self._verdict(reply) for reply in replies]
             if fate is not None:
-                outcomes.append(self._failed(split, wanted[len(replies)][0], fate))
-        return outcomes
+                verdicts.append(self._floor(fate))
+        self.failures.update(verdict.failure for verdict in verdicts if verdict.failure)
+        return verdicts
 
     def _request(
         self, split: str, answers: Sequence[_Answer], stop: StopCheck
@@ -159,7 +155,7 @@ class Scorer:
         child = self._ready(stop)
         try:
             child.send([split, indices, texts, talks], limit)
-            while len(replies) < (len(answers)):
+            while len(replies) < len(answers):
                 replies.append(child.receive(limit, stop))
         except _TooSlow:
             self.close()
@@ -187,29 +183,22 @@ class Scorer:
             raise
         return self._child
 
-    def _judged(self, reply: Any, split: str, index: int) -> Score | list[ChatMessage]:
+    def _verdict(self, reply: Any) -> Verdict:
         """A reply taken at its word only where it is a finite reward within the declared range."""
         match reply:
             case ["more", list() as messages]:
-                return messages
+                return Verdict(more=tuple(messages))
             case ["score", float() as reward, bool() as correct]:
                 if math.isfinite(reward) and self.task.low <= reward <= self.task.high:
-                    return Score(reward, correct)
+                    return Verdict(Score(reward, correct))
                 declared = f"{self.task.low:g} to {self.task.high:g}"
-                return self._failed(
-                    split, index, f"the reward is {reward!r}, outside the declared {declared}"
-                )
+                return self._floor(f"the reward is {reward!r}, outside the declared {declared}")
             case ["failed", str() as reason]:
-                return self._failed(split, index, reason)
-        return self._failed(split, index, "the scoring process sent nonsense")
+                return self._floor(reason)
+        return self._floor("the scoring process sent nonsense")
 
-    def _failed(self, split: str, index: int, reason: str) -> Score:
-        if reason not in self.reasons:
-            floor = self.task.floor
-            log.warning("%s: %s item %d gets %g: %s", self.task.name, split, index, floor, reason)
-        self.reasons[reason] += 1
-        self.failures.append(Failure(split, index, reason))
-        return Score(self.task.floor, False)
+    def _floor(self, reason: str) -> Verdict:
+        return Verdict(Score(self.task.floor, False), failure=reason)
 
 
 class _Child:

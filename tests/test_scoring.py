@@ -15,7 +15,7 @@ import pytest
 
 from esnode import tasks
 from esnode.engines.interface import Cancelled
-from esnode.scoring import Scorer, ScorerError
+from esnode.scoring import Scorer, ScorerError, Verdict
 from esnode.tasks import Score
 
 LIMIT = 0.5
@@ -49,7 +49,6 @@ def score(item, text):
         child = subprocess.Popen(["sleep", "600"])
         open(item["pid"], "w").write(str(child.pid)) if "pid" in item else None
         time.sleep(60)
-    if text.startswith("write "): open(text[6:], "w").write(str(os.getpid())); time.sleep(60)
     return 0.0
 def score_deeper(n):
     return score_deeper(n + 1)
@@ -104,21 +103,21 @@ def gone_within(pid: int, seconds: float) -> bool:
 def test_one_bad_answer_costs_only_itself(naughty: Scorer, deed: str) -> None:
     scores = naughty.score_batch("train", [0, 1, 2], ["fine", deed, "wrong"])
     assert scores == [Score(1.0, True), Score(-1.0, False), Score(0.25, False)]
-    assert [(failure.split, failure.index) for failure in naughty.failures] == [("train", 1)]
-    assert naughty.failures[0].reason.startswith(REASONS[deed])
+    (reason,) = naughty.failures.elements()
+    assert reason.startswith(REASONS[deed])
     assert naughty.score_batch("heldout", [0], ["fine"]) == [Score(1.0, True)]
-    assert len(naughty.failures) == 1
+    assert naughty.failures.total() == 1
 
 
 def test_every_answer_may_be_bad(naughty: Scorer) -> None:
     deeds = ["die", "sleep", "raise", "segfault", "nan", "die"]
     assert naughty.score_batch("train", range(6), deeds) == [Score(-1.0, False)] * 6
-    assert len(naughty.failures) == 6 and naughty.reasons["ended its process with exit code 4"] == 2
+    assert naughty.failures.total() == 6 and naughty.failures["ended its process with exit code 4"] == 2
 
 
 def test_reasons_are_short(naughty: Scorer) -> None:
     naughty.score_batch("train", [0], ["long"])
-    assert len(naughty.failures[0].reason) <= 200
+    assert all(len(reason) <= 200 for reason in naughty.failures)
 
 
 def test_a_worker_that_died_while_idle_is_nobodys_fault(naughty: Scorer) -> None:
@@ -195,10 +194,7 @@ def test_the_worker_sees_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_scorer_that_cannot_start_says_why(tmp_path: Path) -> None:
-    scorer = made(
-        tmp_path,
-        "import os\n" + NAUGHTY.replace("LOW, HIGH", "assert 'HOME_OF' not in os.environ\nLOW, HIGH"),
-    )
+    scorer = made(tmp_path, NAUGHTY)
     (tmp_path / "task.py").write_text("changed = True\n")
     with scorer, pytest.raises(ScorerError, match="not the code this plan pins"):
         scorer.score_batch("train", [0], ["fine"])
@@ -212,7 +208,7 @@ def test_catastrophic_backtracking_meets_the_limit(tmp_path: Path) -> None:
         began = time.monotonic()
         scores = scorer.score_batch("train", [0, 1, 2], ["aaa", "a" * 40 + "b", "aa"])
         assert scores == [Score(1.0, True), Score(0.0, False), Score(1.0, True)]
-        assert time.monotonic() - began < 5 and len(scorer.failures) == 1
+        assert time.monotonic() - began < 5 and scorer.failures.total() == 1
 
 
 def test_a_batch_that_fails_is_tried_answer_by_answer(
@@ -228,9 +224,9 @@ def test_a_batch_that_fails_is_tried_answer_by_answer(
             Score(1.0, True),
             Score(0.25, False),
         ]
-        scores = scorer.score_batch("train", [0, 1, 2, 3], ["fine", "raise", "die", "wrong"])
-        assert [score.reward for score in scores] == [1.0, -1.0, -1.0, 0.25]
-        assert [failure.index for failure in scorer.failures] == [1, 2]
+        verdicts = scorer.judge("train", [0, 1, 2, 3], ["fine", "raise", "die", "wrong"])
+        assert [verdict.score.reward for verdict in verdicts if verdict.score] == [1.0, -1.0, -1.0, 0.25]
+        assert [bool(verdict.failure) for verdict in verdicts] == [False, True, True, False]
     from esnode.tasks.python import PythonTask
 
     monkeypatch.delattr(PythonTask, "batched", raising=False)
@@ -245,10 +241,12 @@ def reply(item, messages, text):
 """
     with made(tmp_path, source) as scorer:
         chat = [{"role": "user", "content": "guess"}]
-        (more,) = scorer.reply_batch("train", [0], ["up"], [chat])
-        assert more == [{"role": "user", "content": "turn 1"}]
-        longer = [*chat, {"role": "assistant", "content": "up"}, *more]
-        assert scorer.reply_batch("train", [0], ["done"], [longer]) == [Score(1.0, True)]
+        (verdict,) = scorer.judge("train", [0], ["up"], [chat])
+        assert verdict == Verdict(more=({"role": "user", "content": "turn 1"},))
+        longer = [*chat, {"role": "assistant", "content": "up"}, *verdict.more]
+        assert scorer.judge("train", [0], ["done"], [longer]) == [Verdict(Score(1.0, True))]
+        with pytest.raises(ValueError, match="several turns"):
+            scorer.score_batch("train", [0], ["up"])
 
 
 def test_odd_text_and_cheap_batches() -> None:

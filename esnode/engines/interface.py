@@ -1,7 +1,7 @@
-"""What a node asks of an engine. Lives here: the types every engine shares. May import numpy and protocol only.
+"""What a node asks of an engine: the types every engine shares. May import numpy and protocol only.
 
-An engine receives token ids and stop ids, never text: rendering and tokenising happen once, in `esnode.prompts`.
-Called by `worker.py`, `daemon.py`, `evaluate.py` and `rebuild.py`.
+An engine receives token ids and stop ids, never text: rendering and tokenising happen once, in
+`esnode.prompts`. Called by `worker.py`, `daemon.py`, `evaluate.py` and `rebuild.py`.
 """
 
 from __future__ import annotations
@@ -57,11 +57,15 @@ class Engine(Protocol):
 
     @property
     def fingerprint(self) -> bytes:
-        """8 bytes over everything that may change an answer: engine, versions, dtype, device kind, batching."""
+        """8 bytes over all that may change an answer: engine, versions, dtype, device kind, batching."""
 
     @property
     def backend(self) -> str:
         """Name of the kernel implementation in use."""
+
+    @property
+    def broken(self) -> tuple[int, ...]:
+        """Rows of the last `generate` or `loglik` with NaN or infinite logits; they get the task's floor."""
 
     def perturb(self, seed: int, sigma: float, sign: int) -> None:
         """Live weights become master + sign * sigma * eps(seed)."""
@@ -70,7 +74,7 @@ class Engine(Protocol):
         """Live weights become the rounded master."""
 
     def apply(self, entries: Sequence[Entry]) -> list[int]:
-        """Fold ledger entries into the master in one pass; D after each. Entries other than commits change nothing."""
+        """Fold ledger entries into the master in one pass; D after each. Only commits change anything."""
 
     def digest(self) -> int:
         """D of the master."""
@@ -82,7 +86,7 @@ class Engine(Protocol):
         streams: Sequence[int],
         stop: StopCheck = never,
     ) -> list[list[int]]:
-        """New token ids per prompt, stop id excluded. `streams[k]` (u64) keys row k's random stream when sampling."""
+        """New token ids per prompt, stop id excluded. `streams[k]` (u64) keys row k's sampling."""
 
     def loglik(
         self, prompts: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], stop: StopCheck = never

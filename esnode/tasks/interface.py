@@ -47,9 +47,7 @@ class Task:
     packages: tuple[str, ...] = ()  # PyPI names whose versions scoring depends on; the lock pins them
     max_turns: int = 8  # an episode of several turns that is not over by then gets the floor
     batched: bool = False  # scoring calls `score_batch` for all answers at once (with their limits added up)
-    defaults: Mapping[
-        str, Any
-    ] = {}  # options of `[run.task]` with their default values, which also fix their types
+    defaults: Mapping[str, Any] = {}  # options of `[run.options]`; the default values also fix their types
 
     def __init__(
         self,

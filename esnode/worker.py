@@ -1,0 +1,191 @@
+"""Measuring one unit of work. Lives here: `Worker`, between the node's shell and an engine.
+
+A member's unit: perturb, let the model answer the round's prompts, score, restore. A probe's unit: the same
+on the unperturbed master and the held-out prompts, greedily. Whatever happens in between, the live weights
+are the master's again afterwards. Called on the engine's thread; not thread-safe.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import struct
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from esnode import episodes
+from esnode.engines.interface import Engine, Sampling, StopCheck, never
+from esnode.episodes import Episode, Spent
+from esnode.prompts import Prepared
+from esnode.scoring import Scorer
+from protocol import seeds
+from protocol.lock import Lock
+from protocol.messages import Kind, Unit
+
+Progress = Callable[[int], None]  # thousandths of the unit
+FORWARD_LOOKS = 8  # stop checks expected in a likelihood batch
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A measured unit, as it goes into a Result message."""
+
+    sums: tuple[float, ...]  # one exactly rounded float64 sum of rewards per chunk
+    correct: int
+    floored: int  # answers given the task's floor because their scoring failed
+    tokens: int  # generated, or scored for likelihood tasks
+    times: tuple[int, int, int]  # milliseconds: perturb and restore, generate, score
+    evidence: bytes  # first 8 bytes of BLAKE2b over the per-prompt rewards, float64 little-endian, in order
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Prompts that go through the engine together."""
+
+    indices: tuple[int, ...]
+    streams: tuple[int, ...]
+
+
+class Worker:
+    """Evaluates units of one run. Tasks that generate need a `scorer`, started here and closed by its owner.
+
+    `batch` bounds the prompts given to the engine at once (0: no bound) where the lock does not ask for
+    repeatable batches; with `repeatable` a batch is always one chunk.
+    """
+
+    def __init__(
+        self, lock: Lock, engine: Engine, prepared: Prepared, scorer: Scorer | None = None, *, batch: int = 0
+    ) -> None:
+        self._lock = lock
+        self._engine = engine
+        self._prepared = prepared
+        self._scorer = scorer
+        self._batch = batch
+        if scorer is not None:
+            scorer.start()
+        elif prepared.task.mode == "generate":
+            raise ValueError(f"task {prepared.task.name!r} generates answers: it needs a scorer")
+
+    def evaluate(self, unit: Unit, stop: StopCheck = never, progress: Progress | None = None) -> Outcome:
+        """Measure a unit. Raises Cancelled once `stop()` is true; the weights are restored in any case."""
+        began = time.perf_counter()
+        if unit.kind == Kind.MEMBER:
+            run, member, mirrored = self._lock.run_id, unit.member, self._lock.mirrored
+            seed = seeds.member_seed(run, unit.round, member, mirrored)
+            self._engine.perturb(seed, self._lock.sigma_at(unit.round), seeds.member_sign(member, mirrored))
+        else:
+            self._engine.restore()
+        weights = time.perf_counter() - began
+        spent = Spent()
+        try:
+            measured = self._measure(unit, spent, stop, progress or _unheard)
+        finally:
+            began = time.perf_counter()
+            self._engine.restore()
+            weights += time.perf_counter() - began
+        return self._outcome(unit, measured, weights, spent)
+
+    def prompts_of(self, unit: Unit) -> list[tuple[int, ...]]:
+        """The unit's prompts, as indices into its split, chunk by chunk."""
+        lock = self._lock
+        if unit.kind == Kind.PROBE:
+            order: Sequence[int] = range(lock.heldout_prompts)
+        else:
+            order = seeds.prompts_of_round(lock.run_id, unit.round, lock.per_round, lock.train_prompts)
+        chunks = lock.chunks_of(unit.kind)[unit.first : unit.last + 1]
+        return [tuple(order[start : start + count]) for start, count in chunks]
+
+    def _measure(self, unit: Unit, spent: Spent, stop: StopCheck, progress: Progress) -> list[Episode]:
+        split = "heldout" if unit.kind == Kind.PROBE else "train"
+        pieces = list(self._pieces(unit))
+        generates = self._prepared.task.mode == "generate"
+        watch = _Watch(stop, progress, len(pieces), self._lock.max_new_tokens if generates else FORWARD_LOOKS)
+        measured: list[Episode] = []
+        for piece in pieces:
+            if not generates:
+                measured += episodes.likelihoods(
+                    self._engine, self._prepared, split, piece.indices, spent, watch
+                )
+            else:
+                assert self._scorer is not None
+                measured += episodes.play(
+                    self._engine, self._prepared, self._scorer, split, piece.indices, piece.streams,
+                    self._sampling(unit), spent, watch,
+                )  # fmt: skip
+            watch.piece_done()
+        return measured
+
+    def _pieces(self, unit: Unit) -> Iterator[_Piece]:
+        chunks = self.prompts_of(unit)
+        if not self._lock.repeatable:
+            whole = [index for chunk in chunks for index in chunk]
+            size = self._batch or len(whole)
+            chunks = [tuple(whole[start : start + size]) for start in range(0, len(whole), size)]
+        for chunk in chunks:
+            streams = (seeds.sample_stream(self._lock.run_id, unit.round, index, 0) for index in chunk)
+            yield _Piece(chunk, tuple(streams))
+
+    def _sampling(self, unit: Unit) -> Sampling:
+        """A probe is greedy, so that held-out scores of different rounds differ by the weights alone."""
+        lock = self._lock
+        temperature = lock.temperature if unit.kind == Kind.MEMBER else 0.0
+        return Sampling(lock.max_new_tokens, lock.stop_ids, temperature, lock.top_p)
+
+    def _outcome(self, unit: Unit, measured: Sequence[Episode], weights: float, spent: Spent) -> Outcome:
+        rewards = [episode.score.reward for episode in measured]
+        sums, start = [], 0
+        for chunk in self.prompts_of(unit):
+            sums.append(math.fsum(rewards[start : start + len(chunk)]))
+            start += len(chunk)
+        failures = Counter(episode.failure for episode in measured if episode.failure)
+        for reason, count in failures.items():
+            log.warning(
+                "round %d member %d: %d answers get the floor: %s", unit.round, unit.member, count, reason
+            )
+        return Outcome(
+            sums=tuple(sums),
+            correct=sum(episode.score.correct for episode in measured),
+            floored=failures.total(),
+            tokens=sum(episode.tokens for episode in measured),
+            times=(round(1000 * weights), round(1000 * spent.engine), round(1000 * spent.scorer)),
+            evidence=hashlib.blake2b(struct.pack(f"<{len(rewards)}d", *rewards)).digest()[:8],
+        )
+
+
+class _Watch:
+    """A stop check that tells progress as well: engines ask it between decode steps.
+
+    Without this a long unit in one batch would look like one that stands still. Within a piece the first
+    `looks` questions count for nine tenths, the following ones for ever less of the rest.
+    """
+
+    def __init__(self, stop: StopCheck, progress: Progress, pieces: int, looks: int) -> None:
+        self._stop, self._progress = stop, progress
+        self._pieces, self._looks = pieces, max(1, looks)
+        self._done = self._asked = 0
+        self._told = -1
+
+    def __call__(self) -> bool:
+        self._asked += 1
+        share = self._asked / self._looks
+        self._tell(0.9 * share if share <= 1 else 1 - 0.1 / share)
+        return self._stop()
+
+    def piece_done(self) -> None:
+        """The next piece begins."""
+        self._done, self._asked = self._done + 1, 0
+        self._tell(0.0)
+
+    def _tell(self, share: float) -> None:
+        thousandths = int(1000 * (self._done + share) / self._pieces)
+        if thousandths > self._told:
+            self._told = thousandths
+            self._progress(thousandths)
+
+
+def _unheard(thousandths: int) -> None:
+    """The progress report of work that nobody watches."""

@@ -1,0 +1,161 @@
+"""Rendering and tokenising: pinned clock, stop ids, digests, refusals."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import struct
+from pathlib import Path
+
+import pytest
+
+from esnode import prompts, tasks
+from esnode.prompts import Prepared, PromptError, pinned_template
+from tests import tiny
+
+DATE = "2026-01-01"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder without weights: tokenizing needs none."""
+    path = tmp_path_factory.mktemp("model")
+    tiny.tokenizer().save_pretrained(path)
+    (path / "config.json").write_text(json.dumps({"eos_token_id": [256, 11], "max_position_embeddings": 400}))
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": 12, "repetition_penalty": 2.0}))
+    return path
+
+
+def opened(spec: str, **options: object) -> tasks.Task:
+    data = tasks.materialise(spec, options)
+    return tasks.open_task(spec, tasks.header(data)[1], data)
+
+
+@pytest.fixture(scope="module")
+def short(folder: Path) -> Prepared:
+    return prompts.prepare(folder, opened("short-answers"), DATE)
+
+
+def test_ids_are_those_of_the_rendered_chat(short: Prepared) -> None:
+    ids = short.ids_of("heldout", 3)
+    item = short.task.heldout[3]
+    system = short.task.start(item)[0]["content"]
+    text = f"<|system|>{system}<|end|><|user|>{item['prompt']}<|end|><|assistant|>"
+    assert short._tokenizer.decode(ids) == text
+    assert ids == short.render(short.task.start(item))
+    assert short.decode(short.target_ids("heldout", 3)) == item["target"]
+    assert short.target_ids("heldout", 3)[-1] == short.end_of_turn == tiny.END
+    assert short.count("train") == len(short.task.train)
+
+
+def test_tasks_that_generate_have_no_targets(folder: Path) -> None:
+    prepared = prompts.prepare(folder, opened("conciseness"), DATE)
+    assert prepared.target_ids("train", 0) == ()
+
+
+def test_stop_ids_of_every_source_and_nothing_else_of_generation_config(short: Prepared) -> None:
+    assert short.stop_ids == (11, 12, 256)
+
+
+def test_digest_by_its_documented_framing(short: Prepared) -> None:
+    hashed = hashlib.sha256(b"esnode tokens 1" + struct.pack("<I", short.count("heldout")))
+    for index in range(short.count("heldout")):
+        for ids in (short.ids_of("heldout", index), short.target_ids("heldout", index)):
+            hashed.update(struct.pack("<I", len(ids)))
+            hashed.update(b"".join(struct.pack("<I", token) for token in ids))
+    assert short.digest("heldout") == hashed.hexdigest()
+    assert short.digest("heldout") != short.digest("train")
+
+
+def test_another_template_or_tokenizer_changes_the_digest(short: Prepared) -> None:
+    tokenizer = tiny.tokenizer()
+    assert Prepared(tokenizer, short.task, DATE).digest("train") == short.digest("train")
+    tokenizer.chat_template = tiny.TEMPLATE.replace("<|assistant|>", "<|assistant|>\n")
+    assert Prepared(tokenizer, short.task, DATE).digest("train") != short.digest("train")
+
+
+# ---------------------------------------------------------------- the clock
+
+CLOCKS = [
+    "{{ strftime_now('%d %b %Y') }}",
+    '{% set today = strftime_now( "%d %b %Y" ) %}{{ today }}',
+    "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% endif %}",
+    "{% if not date_string is defined %}{% set date_string = 0 %}{% endif %}{{ date_string }}",
+]
+
+
+@pytest.mark.parametrize("clock", CLOCKS)
+def test_templates_that_read_the_clock_get_the_plans_date(short: Prepared, clock: str) -> None:
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = clock + tiny.TEMPLATE
+    prepared = Prepared(tokenizer, short.task, "2024-02-29")
+    assert tokenizer.decode(prepared.ids_of("train", 0)).startswith("29 Feb 2024<|system|>")
+
+
+@pytest.mark.parametrize("clock", ["{{ strftime_now(format) }}", "{% set f = strftime_now %}{{ f('%Y') }}"])
+def test_a_clock_that_cannot_be_pinned_is_refused(clock: str) -> None:
+    with pytest.raises(PromptError, match="cannot be pinned"):
+        pinned_template(clock, datetime.date(2026, 1, 1))
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def test_no_chat_template(short: Prepared) -> None:
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(PromptError, match="has no chat template"):
+        Prepared(tokenizer, short.task, DATE)
+
+
+def test_a_template_that_knows_no_system_message(short: Prepared) -> None:
+    tokenizer = tiny.tokenizer()
+    refusal = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    tokenizer.chat_template = refusal + tiny.TEMPLATE
+    with pytest.raises(PromptError, match=r"refuses train item 0 of task 'short-answers' .no system role."):
+        Prepared(tokenizer, short.task, DATE)
+
+
+def test_prompts_too_long_for_the_model_are_named(folder: Path, tmp_path: Path) -> None:
+    lines = [{"prompt": "a" * (300 if n == 5 else 3), "answer": "x", "split": "train"} for n in range(8)]
+    path = tmp_path / "long.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {**lines[0], "split": "test"}]))
+    task = opened(f"file:{path}")
+    with pytest.raises(PromptError, match="train prompt 5 of task 'file' has 303 tokens, with 128 more"):
+        prompts.prepare(folder, task, DATE)
+    assert prompts.prepare(folder, task, DATE, max_new_tokens=97)
+    with pytest.raises(PromptError, match="train prompt 5"):
+        prompts.prepare(folder, task, DATE, max_new_tokens=98)
+
+
+def test_an_empty_target_is_refused(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "empty.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"q{n}", "target": ""}) + "\n" for n in range(5)))
+    with pytest.raises(PromptError, match="item 0 of task 'likelihood' has an empty target"):
+        prompts.prepare(folder, opened(f"likelihood:{path}"), DATE)
+
+
+def test_no_tokenizer(tmp_path: Path, short: Prepared) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(PromptError, match=r"the tokenizer of .* cannot be loaded"):
+        prompts.prepare(tmp_path, short.task, DATE)
+
+
+# ---------------------------------------------------------------- the demo model
+
+
+@pytest.mark.model
+def test_the_demo_models_prompts_are_short() -> None:
+    from esnode import models
+
+    try:
+        model = models.resolve("demo").path
+    except models.ModelError as error:
+        pytest.skip(str(error))
+    prepared = prompts.prepare(model, opened("short-answers"), DATE)
+    lengths = [len(prepared.ids_of("train", index)) for index in range(prepared.count("train"))]
+    assert max(lengths) <= 32 and prepared.stop_ids == (2,) and prepared.end_of_turn == 2
+    assert prepared.decode(prepared.ids_of("train", 0)).endswith(
+        "What is the capital of France?\nassistant\n"
+    )
