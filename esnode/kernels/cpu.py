@@ -1,0 +1,157 @@
+"""The `cpu` backend: numba loops, cut over threads of our own.
+
+May import torch, numpy, numba (through `cpu_loops`) and `protocol`. Threads are a plain pool calling compiled code
+that holds no interpreter lock, not numba's own: its OpenMP layer forbids fork and spins beside torch's, and its
+work queue aborts when two threads use it. Each element depends on its own address only, so cuts change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+
+from esnode.kernels import cpu_loops as loops
+from esnode.kernels.interface import (
+    Region,
+    check_address,
+    check_live,
+    check_master,
+    check_out,
+    noise_scale,
+)
+from protocol.shaping import Step
+
+_KINDS = {torch.bfloat16: loops.BF16, torch.float16: loops.FP16, torch.float32: loops.FP32}
+_NO_U32, _NO_U16 = np.empty(0, np.uint32), np.empty(0, np.uint16)
+_SMALL = 1 << 15  # elements below which a second thread costs more than it saves
+_MOST_THREADS = 256
+_U64 = 1 << 64
+
+
+def _bits(tensor: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """A tensor's memory as (u32 array, u16 array), the one of another width being empty."""
+    if tensor.device.type != "cpu":
+        raise ValueError(f"the cpu kernels got a tensor on {tensor.device}")
+    flat = tensor.detach().view(-1)
+    if flat.dtype.itemsize == 4:
+        return flat.view(torch.int32).numpy().view(np.uint32), _NO_U16
+    return _NO_U32, flat.view(torch.int16).numpy().view(np.uint16)
+
+
+def _cut(region: Region, parts: int) -> list[tuple[int, Region]]:
+    """Split a region for `parts` threads into (position of its first element, piece)."""
+    region = region.flat()
+    parts = max(1, min(parts, region.count // _SMALL))
+    if region.rows >= parts > 1:
+        edges = [region.rows * k // parts for k in range(parts + 1)]
+        return [
+            (a * region.width, Region(region.start + a * region.stride, b - a, region.width, region.stride))
+            for a, b in zip(edges, edges[1:], strict=False)
+        ]
+    if region.rows > 1 or parts == 1:
+        return [(0, region)]
+    # Cut between blocks of noise, so that no block is made twice.
+    inner = [(region.start + region.count * k // parts) // loops.BLOCK * loops.BLOCK for k in range(1, parts)]
+    edges = [region.start, *inner, region.start + region.count]
+    return [
+        (a - region.start, Region.whole(b - a, a)) for a, b in zip(edges, edges[1:], strict=False) if b > a
+    ]
+
+
+class CpuKernels:
+    """See `interface.Kernels`. `threads` None follows torch.get_num_threads() at each call. Thread-safe."""
+
+    name = "cpu"
+
+    def __init__(self, threads: int | None = None) -> None:
+        self.threads = threads
+        self._pool = ThreadPoolExecutor(_MOST_THREADS, thread_name_prefix="kernels")  # starts none until used
+
+    def _spread(self, region: Region, work: Callable[[int, Region], Any]) -> list[Any]:
+        """Call work(position, piece) for all pieces at once, the first on this thread; their results."""
+        first, *rest = _cut(region, self.threads or torch.get_num_threads())
+        others = [self._pool.submit(work, *piece) for piece in rest]
+        return [work(*first), *(other.result() for other in others)]
+
+    def fill(self, seed: int, tid: int, region: Region, out: torch.Tensor) -> None:
+        check_address(seed, tid)
+        check_out(out, region)
+        array = _bits(out)[0].view(np.int32)
+        address = np.uint64(seed), np.uint64(tid)
+
+        def work(at: int, piece: Region) -> None:
+            loops.fill(*address, piece.start, piece.rows, piece.width, piece.stride, array[at:])
+
+        self._spread(region, work)
+
+    def perturb(
+        self,
+        master: torch.Tensor,
+        live: torch.Tensor,
+        seed: int,
+        tid: int,
+        region: Region,
+        sigma: float,
+        sign: int,
+    ) -> None:
+        check_address(seed, tid)
+        check_master(master, region)
+        check_live(master, live)
+        scale = np.float32(noise_scale(sigma, sign))
+        (m32, m16), (l32, l16) = _bits(master), _bits(live)
+        wide, kind = bool(len(m32)), _KINDS[live.dtype]
+        address = np.uint64(seed), np.uint64(tid)
+
+        def work(at: int, piece: Region) -> None:
+            place = piece.start, piece.rows, piece.width, piece.stride
+            loops.perturb(*address, *place, scale, m32[at:], m16[at:], wide, kind, l32[at:], l16[at:])
+
+        self._spread(region, work)
+
+    def restore(self, master: torch.Tensor, live: torch.Tensor) -> None:
+        check_master(master)
+        check_live(master, live)
+        (m32, m16), (l32, l16) = _bits(master), _bits(live)
+        wide, kind = bool(len(m32)), _KINDS[live.dtype]
+
+        def work(at: int, piece: Region) -> None:
+            loops.restore(at, at + piece.count, m32, m16, wide, kind, l32, l16)
+
+        self._spread(Region.whole(master.numel()), work)
+
+    def update(self, master: torch.Tensor, steps: Sequence[Step], tid: int, region: Region) -> list[int]:
+        check_address(0, tid)
+        check_master(master, region)
+        m32, m16 = _bits(master)
+        wide = bool(len(m32))
+        seeds = np.array([seed for step in steps for seed in step.seeds], np.uint64)
+        c = np.array([weight for step in steps for weight in step.c], np.int32)
+        ends = np.array(list(accumulate(len(step.seeds) for step in steps)), np.int64)
+        scales = np.array([2.0**-step.shift for step in steps], np.float32)
+        rounding = np.array([step.rounding_seed for step in steps], np.uint64)
+
+        def work(at: int, piece: Region) -> list[int]:
+            sums = np.zeros(len(steps), np.uint64)
+            place = piece.start, piece.rows, piece.width, piece.stride
+            table = seeds, c, ends, scales, rounding
+            loops.update(np.uint64(tid), *place, *table, m32[at:], m16[at:], wide, sums)
+            return [int(share) for share in sums]
+
+        shares = self._spread(region, work)
+        return [sum(column) % _U64 for column in zip(*shares, strict=True)]
+
+    def digest(self, master: torch.Tensor, tid: int, region: Region) -> int:
+        check_address(0, tid)
+        check_master(master, region)
+        m32, m16 = _bits(master)
+
+        def work(at: int, piece: Region) -> int:
+            place = piece.start, piece.rows, piece.width, piece.stride
+            return int(loops.digest(np.uint64(tid), *place, m32[at:], m16[at:], bool(len(m32))))
+
+        return int(sum(self._spread(region, work))) % _U64
