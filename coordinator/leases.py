@@ -93,12 +93,14 @@ def rescue(
         if _useful(round, lease.unit, idle)
     ]
     for end, victim, lease, before in sorted(waiting, key=lambda row: (-row[0], row[1].number or 0)):
-        found = _take(lock, lease.unit, idle, victim, usual, before, end)
-        if found is not None:
-            return found, f"{victim.name} would have ended it in {end:.0f} s"
+        take, keep = _share(lock, _missing(round, lease.unit), idle, victim, usual, before, end)
+        if take is not None:
+            return Rescue(
+                take, victim.key, lease.unit, keep
+            ), f"{victim.name} would have ended it in {end:.0f} s"
     running = [(_left(v, v.leases[0], usual, now), v) for v in pool if _useful(round, v.leases[0].unit, idle)]
     for left, victim in sorted(running, key=lambda row: (-row[0], row[1].number or 0)):
-        unit = victim.leases[0].unit
+        unit = _missing(round, victim.leases[0].unit)
         if _single(round, unit) and left > _pace(idle, usual) * _chunks(unit):
             return Rescue(unit), f"{victim.name} seems to need {left:.0f} s more"
     return None, "nothing would end sooner here"
@@ -150,24 +152,27 @@ def _single(round: Round, unit: Unit) -> bool:
     )
 
 
-def _take(
+def _missing(round: Round, unit: Unit) -> Unit:
+    """The unit without chunks at its ends that are in already. It has missing ones."""
+    cells = round.cells(unit)
+    assert cells is not None
+    missing = [k for k in range(unit.first, unit.last + 1) if cells.sums[k] is None]
+    return Unit(unit.round, unit.kind, unit.member, missing[0], missing[-1])
+
+
+def _share(
     lock: Lock, unit: Unit, idle: Node, victim: Node, usual: float | None, before: float, end: float
-) -> Rescue | None:
-    """The later part of a waiting unit, as much as lets both end together; all of it where it must stay
-    whole.
+) -> tuple[Unit | None, Unit | None]:
+    """How a waiting unit is shared: (what the idle node takes, what the other keeps), (None, None) if not at all.
+
+    The idle node takes the later part, as much as lets both end together; all of it where it must stay whole.
     """
     n, mine, theirs = _chunks(unit), _pace(idle, usual), _pace(victim, usual)
     take = n
     if lock.repeatable and unit.kind == Kind.MEMBER and end != float("inf"):
-        take = max(1, min(n, round_half(end, mine + theirs)))
+        take = max(1, min(n, int(end / (mine + theirs) + 0.5)))
     rest = before + theirs * (n - take) if take < n else 0.0
     if max(rest, mine * take) >= end:
-        return None
+        return None, None
     keep = Unit(unit.round, unit.kind, unit.member, unit.first, unit.last - take) if take < n else None
-    part = Unit(unit.round, unit.kind, unit.member, unit.last - take + 1, unit.last)
-    return Rescue(part, victim.key, unit, keep)
-
-
-def round_half(amount: float, share: float) -> int:
-    """amount / share to the nearest whole number."""
-    return int(amount / share + 0.5)
+    return Unit(unit.round, unit.kind, unit.member, unit.last - take + 1, unit.last), keep

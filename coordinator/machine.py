@@ -50,7 +50,8 @@ from protocol.messages import (
 
 __all__ = ["State", "new", "recall", "status", "step"]
 
-LINGER = 5.0  # seconds END is still served to nodes that have not confirmed it
+LINGER = 60.0  # seconds END is served at most to nodes that have not confirmed it
+LINGER_ALONE = 5.0  # and to nodes that might return, after a start on a run that has ended
 ENTRIES_BYTES = 1 << 20  # one Entries message
 UNITS_IN_BEAT = 64
 MAX_NOTE = 200  # characters of a node's words that are kept
@@ -123,10 +124,14 @@ def _on_tick(turn: Turn) -> None:
 
 
 def _linger(turn: Turn, since: float) -> None:
-    """After END: wait a little for nodes that have not confirmed it, then stop."""
+    """After END: wait for the nodes that are there and have not confirmed it, then stop."""
     state = turn.state
     present = any(membership.alive(node, state.now) for node in state.nodes.values())
-    if state.now - since >= LINGER or (state.nodes and not present):
+    if present:
+        over = state.now - since >= LINGER
+    else:
+        over = bool(state.nodes) or state.now - since >= LINGER_ALONE
+    if over:
         turn.stop(f"{RUN_ENDED}: {state.chain.round} rounds are committed", 0)
 
 

@@ -8,7 +8,6 @@ by `machine.py`.
 from __future__ import annotations
 
 from dataclasses import replace
-from statistics import median
 from typing import Any
 
 from coordinator import rounds
@@ -111,7 +110,7 @@ class Turn:
 
     def _note_commit(self, seconds: float) -> None:
         last = self.state.history[-1]
-        applies = [node.ms for node in self.state.nodes.values() if node.ms]
+        applies = sorted(node.ms for node in self.state.nodes.values() if node.ms)
         self.note(
             "commit",
             round=last.round,
@@ -122,7 +121,7 @@ class Turn:
             members=last.members,
             voids=last.voids,
             seconds=seconds,
-            update_ms=median(applies) if applies else 0,
+            update_ms=applies[len(applies) // 2] if applies else 0,
         )
 
     def observe(self, name: str, commits: int, digest: int) -> None:

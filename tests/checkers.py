@@ -1,0 +1,167 @@
+"""What must hold after every step of a simulated run, whatever was dropped, doubled, delayed or killed."""
+
+from __future__ import annotations
+
+from coordinator.state import State
+from protocol.entries import CommitBody, Entry, EntryKind, ScoreBody, parse
+from protocol.lock import Lock
+from protocol.messages import Ack, Assign, Commit, Entries, Kind, Message, Result, Unit
+from tests.replica import Truth
+
+
+class Violation(AssertionError):
+    """A law of the protocol was broken."""
+
+
+def require(condition: bool, what: str) -> None:
+    if not condition:
+        raise Violation(what)
+
+
+class Checkers:
+    """The omniscient observer. It sees every flush, every message sent, every apply."""
+
+    def __init__(self, lock: Lock) -> None:
+        self.lock = lock
+        self.truth = Truth(lock)
+        self.chain: dict[int, Entry] = {}  # height -> the only entry anybody may ever show there
+        self.commits: dict[tuple[int, int], bytes] = {}  # (term, round) -> hash
+        self.measured: dict[tuple[Unit, bytes], tuple[float, ...]] = {}
+        self.acked: set[tuple[int, int, int, int]] = set()  # (round, kind, member, chunk)
+        self.applies = 0
+
+    # ------------------------------------------------------------ the chain
+
+    def durable(self, height: int, raw: bytes) -> None:
+        """An entry is flushed, by the coordinator or a node."""
+        self._same(height, parse(raw))
+
+    def _same(self, height: int, entry: Entry) -> None:
+        held = self.chain.get(height)
+        if held is not None:
+            require(held.hash == entry.hash, f"two entries at height {height}: the chain forks")
+            return
+        require(height == len(self.chain), f"entry {height} is shown before entry {len(self.chain)}")
+        self.chain[height] = entry
+        if isinstance(entry.body, CommitBody):
+            self._commit(entry, entry.body)
+        elif isinstance(entry.body, ScoreBody):
+            self._score(entry.body)
+
+    def _commit(self, entry: Entry, body: CommitBody) -> None:
+        key = (entry.term, entry.round)
+        require(
+            self.commits.setdefault(key, entry.hash) == entry.hash, f"two commits of term and round {key}"
+        )
+        require(entry.digest == self.truth.digest(entry.round), f"round {entry.round}: D is not the replay's")
+        indices = [member.index for member in body.members]
+        require(len(indices) == len(set(indices)), f"round {entry.round}: a member counts twice")
+        for member in body.members:
+            right = self.truth.member_reward(entry.round, member.index)
+            require(
+                member.reward == right,
+                f"round {entry.round}: reward of {member.index} is not the measured one",
+            )
+        void = {index for index, _ in body.voids}
+        for round, kind, member, chunk in self.acked:
+            if round == entry.round and kind == Kind.MEMBER:
+                what = f"acknowledged chunk {chunk} of member {member} of round {round} is lost"
+                require(member in indices or member in void, what)
+        self.truth.commit(body)
+
+    def _score(self, body: ScoreBody) -> None:
+        right = self.truth.probe(body.state_round)
+        require((body.sums, body.correct) == (right.sums, right.correct), "a score is not the measured one")
+
+    # ------------------------------------------------------------ messages
+
+    def sent(self, message: Message, coordinator: State | None) -> None:
+        """A message leaves a process."""
+        if isinstance(message, Commit):
+            self._shown(message.height, message.entry)
+        elif isinstance(message, Entries):
+            for height, raw in enumerate(message.entries, message.first):
+                self._shown(height, raw)
+        elif isinstance(message, Result):
+            key = (message.unit, message.parent)
+            right = self.measured.setdefault(key, message.sums)
+            require(right == message.sums, f"{message.unit} was measured twice with different sums")
+        elif isinstance(message, Ack) and message.verdict == "ok":
+            unit = message.unit
+            chunks = range(unit.first, unit.last + 1)
+            self.acked |= {(unit.round, unit.kind, unit.member, chunk) for chunk in chunks}
+        elif isinstance(message, Assign) and coordinator is not None:
+            unit = message.unit
+            cells = [(unit.round, unit.kind, unit.member, k) for k in range(unit.first, unit.last + 1)]
+            require(not set(cells) <= self.acked, f"{unit} is assigned although all of it was acknowledged")
+
+    def _shown(self, height: int, raw: bytes) -> None:
+        require(height in self.chain, f"entry {height} is sent before it is flushed")
+        require(self.chain[height].raw == raw, f"entry {height} is sent in two versions")
+
+    # ------------------------------------------------------------ states
+
+    def coordinator(self, state: State) -> None:
+        """The coordinator's state after a step."""
+        round = state.round
+        if round is None:
+            return
+        for number, kind, member, chunk in self.acked:
+            if number != round.number or (kind == Kind.PROBE and round.probe is None):
+                continue
+            cells = round.probe if kind == Kind.PROBE else round.members[member]
+            require(
+                cells is not None and cells.sums[chunk] is not None,
+                f"acknowledged chunk {chunk} is forgotten",
+            )
+        free = sum(cells.free for cells in round.members)
+        unsettled = sum(not cells.settled for cells in round.members)
+        require((round.free, round.unsettled) == (free, unsettled), "the round's counters are wrong")
+        require(
+            all(not cells.free for cells in round.members[: round.cursor]), "the cursor passed free chunks"
+        )
+        self._leases(state)
+
+    def _leases(self, state: State) -> None:
+        round = state.round
+        assert round is not None
+        counts: dict[tuple[int, int, int], int] = {}
+        for node in state.nodes.values():
+            units = [lease.unit for lease in node.leases]
+            require(len(units) == len(set(units)), f"{node.name} holds a lease twice")
+            for unit in units:
+                for chunk in range(unit.first, unit.last + 1):
+                    key = (unit.kind, unit.member, chunk)
+                    counts[key] = counts.get(key, 0) + 1
+        whole = [(Kind.PROBE, 0, round.probe)] if round.probe else []
+        whole += [(Kind.MEMBER, k, cells) for k, cells in enumerate(round.members)]
+        for kind, member, cells in whole:
+            for chunk, count in enumerate(cells.leases):
+                require(
+                    count == counts.get((kind, member, chunk), 0), f"leases of member {member} are miscounted"
+                )
+
+    def recalled(self, live: State, again: State) -> None:
+        """What the journal remembers is what the process knew."""
+        require(again.chain.tip == live.chain.tip, "the journal recalls another chain")
+        if live.round is None or again.round is None:
+            return require(live.round is again.round, "the journal recalls another round")
+        require(again.round.number == live.round.number, "the journal recalls another round")
+        for mine, theirs in zip(live.round.members, again.round.members, strict=True):
+            same = (mine.sums, mine.evaluators, mine.failures) == (
+                theirs.sums,
+                theirs.evaluators,
+                theirs.failures,
+            )
+            require(same, "the journal recalls other rewards")
+
+    def replica(self, commits: int, digest: int, name: str) -> None:
+        """A node's master after some commits."""
+        self.applies += 1
+        require(
+            digest == self.truth.digest(commits), f"{name} differs from the replay after {commits} rounds"
+        )
+
+    @property
+    def ended(self) -> bool:
+        return bool(self.chain) and self.chain[len(self.chain) - 1].kind is EntryKind.END

@@ -1,0 +1,183 @@
+"""The simulator's model: 64 weights under the real noise law, and a reward that is an exact function of them.
+
+Everything here is the slow reference (`protocol.noise`), no torch. `Replica` folds entries the way an engine does
+(coefficients merged per noise by `step_of`); `Truth` replays member by member, on its own path, to check it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protocol import noise, seeds
+from protocol.chain import step_of
+from protocol.entries import CommitBody, Entry
+from protocol.lock import Lock, TensorSpec
+from protocol.messages import Kind, Unit
+from protocol.plan import bf16
+from protocol.shaping import coefficients
+
+SIZE = 64
+NAME = "model.weight"
+KEY = seeds.tensor_key(NAME)
+SIGMA = bf16(0.02)
+ALPHA = 0.05
+
+Weights = NDArray[np.float32]
+
+
+def base() -> Weights:
+    """The checkpoint every run starts from."""
+    return ((np.arange(SIZE) * 37 % 101 - 50) / 500).astype(np.float32)
+
+
+def make_lock(
+    trusted: bytes,
+    *,
+    members: int = 6,
+    mirrored: bool = False,
+    repeatable: bool = True,
+    per_round: int = 8,
+    chunk: int = 2,
+    heldout: int = 4,
+) -> Lock:
+    """The lock of a simulated run: rewards in 0 .. 1, no text anywhere."""
+    return Lock(
+        model="vector",
+        base="00" * 32,
+        digest=noise.digest(base(), KEY),
+        manifest=(TensorSpec(NAME, (SIZE,), "float32", True),),
+        task="simulated",
+        data="11" * 32,
+        scorer="22" * 32,
+        train_prompts=3 * per_round // 2,
+        heldout_prompts=heldout,
+        train_tokens="33" * 32,
+        heldout_tokens="44" * 32,
+        reward_low=0.0,
+        reward_high=1.0,
+        members=members,
+        mirrored=mirrored,
+        sigma=(SIGMA,),
+        alpha=(ALPHA,),
+        live_dtype="float32",
+        repeatable=repeatable,
+        per_round=per_round,
+        chunk=chunk,
+        max_new_tokens=1,
+        trusted=(trusted.hex(),),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the engine says of a unit; see `esnode.events.Outcome`."""
+
+    sums: tuple[float, ...]
+    correct: int
+    floored: int = 0
+    tokens: int = 7
+    times: tuple[int, int, int] = (1, 2, 3)
+    evidence: bytes = b"evidence"
+
+
+@lru_cache(maxsize=4096)
+def _feature(split: str, prompt: int) -> Weights:
+    seed = hashlib.blake2b(f"{split}{prompt}".encode(), digest_size=SIZE).digest()
+    return (np.frombuffer(seed, np.uint8).astype(np.float32) - 127) / 64
+
+
+def reward(live: Weights, split: str, prompt: int) -> float:
+    """In 0 .. 1, an exact function of the weights' bits and the prompt."""
+    value = float((live.astype(np.float64) * _feature(split, prompt)).sum())
+    return 0.5 + 0.5 * math.tanh(value)
+
+
+def measure(lock: Lock, master: Weights, unit: Unit) -> Outcome:
+    """Evaluate a unit on a master: what an honest node answers, whoever it is."""
+    if unit.kind == Kind.PROBE:
+        live, split = noise.round_to(master, lock.live_dtype), "heldout"
+        prompts = list(range(lock.heldout_prompts))
+    else:
+        seed = seeds.member_seed(lock.run_id, unit.round, unit.member, lock.mirrored)
+        m = noise.integers(seed, KEY, 0, SIZE)
+        sign = seeds.member_sign(unit.member, lock.mirrored)
+        live, split = noise.perturb(master, m, lock.sigma_at(unit.round), sign, lock.live_dtype), "train"
+        prompts = _prompts(lock, unit.round)
+    sums, correct = [], 0
+    for start, count in lock.chunks_of(unit.kind)[unit.first : unit.last + 1]:
+        rewards = [reward(live, split, prompt) for prompt in prompts[start : start + count]]
+        sums.append(math.fsum(rewards))
+        correct += sum(value > 0.5 for value in rewards)
+    return Outcome(tuple(sums), correct)
+
+
+@lru_cache(maxsize=256)
+def _prompts_of(run_id: bytes, round: int, per_round: int, total: int) -> tuple[int, ...]:
+    return tuple(seeds.prompts_of_round(run_id, round, per_round, total))
+
+
+def _prompts(lock: Lock, round: int) -> tuple[int, ...]:
+    return _prompts_of(lock.run_id, round, lock.per_round, lock.train_prompts)
+
+
+class Replica:
+    """One node's master."""
+
+    def __init__(self, lock: Lock) -> None:
+        self.lock = lock
+        self.master = base()
+
+    @property
+    def digest(self) -> int:
+        return noise.digest(self.master, KEY)
+
+    def apply(self, entries: tuple[Entry, ...]) -> tuple[int, ...]:
+        """Fold entries into the master; D after each."""
+        digests = []
+        for entry in entries:
+            step = step_of(self.lock, entry)
+            if step is not None:
+                a = noise.weighted_sum(step.seeds, step.c, KEY, 0, SIZE)
+                self.master = noise.update(self.master, a, step.shift)
+            digests.append(self.digest)
+        return tuple(digests)
+
+
+class Truth:
+    """An independent replay: what every replica must be after each commit, and what each member's reward is."""
+
+    def __init__(self, lock: Lock) -> None:
+        self.lock = lock
+        self.masters = [base()]
+
+    def digest(self, commits: int) -> int:
+        """D after this many commits."""
+        return noise.digest(self.masters[commits], KEY)
+
+    def member_reward(self, round: int, member: int) -> float:
+        """fsum(chunk sums) / prompts, measured on the true master of the round."""
+        unit = Unit(round, Kind.MEMBER, member, 0, self.lock.chunk_count(Kind.MEMBER) - 1)
+        return math.fsum(measure(self.lock, self.masters[round], unit).sums) / self.lock.per_round
+
+    def probe(self, round: int) -> Outcome:
+        """The held-out result of the true master after `round` commits."""
+        unit = Unit(round, Kind.PROBE, 0, 0, self.lock.chunk_count(Kind.PROBE) - 1)
+        return measure(self.lock, self.masters[round], unit)
+
+    def commit(self, body: CommitBody) -> None:
+        """Move the true master by one commit, one member after the other."""
+        lock, master = self.lock, self.masters[-1]
+        found = coefficients([m.reward for m in body.members], body.alpha, "zscore")
+        if found is not None:
+            a = np.zeros(SIZE, np.int64)
+            for member, c in zip(body.members, found.c, strict=True):
+                sign = seeds.member_sign(member.index, lock.mirrored)
+                a += sign * c * noise.integers(member.seed, KEY, 0, SIZE).astype(np.int64)
+            master = noise.update(master, a.astype(np.int32), found.shift)
+        self.masters.append(master)
