@@ -161,7 +161,7 @@ def _read(row: PlanField, value: Any) -> Any:
 
 
 def _remedy(row: PlanField, value: Any) -> str:
-    if row.rule is MEMBERS and value == 1:
+    if row.rule is MEMBERS and value == 1 and value is not True:
         return f"one member has nothing to be compared with: write 2 to {MAX_MEMBERS}"
     if row.rule is ALPHAS and isinstance(value, int | float) and value < 0:
         return "must be above 0: to walk down a reward negate the reward, to stand still write update = false"
@@ -177,12 +177,12 @@ def _unknown(path: str) -> PlanError:
     if elsewhere:
         where = f"[{table}]" if table else "the file's top"
         return PlanError(f"{path} is not a field of {where}: {key} belongs in [{elsewhere[0]}]")
-    if table in TABLES:
-        keys = [row.key for row in FIELDS if row.table == table]
-        near = difflib.get_close_matches(key, keys, 1)
-        return PlanError(f"{path} is an unknown field: {f'did you mean {near[0]}?' if near else 'remove it'}")
-    near = difflib.get_close_matches(path, TABLES, 1)
-    return PlanError(f"{path} is an unknown field: {f'did you mean [{near[0]}]?' if near else 'remove it'}")
+    inside = {row.key: row.key for row in FIELDS if row.table == table}
+    inside |= {name.rpartition(".")[2]: f"[{name}]" for name in TABLES if name.rpartition(".")[0] == table}
+    near = difflib.get_close_matches(key, inside, 1)
+    return PlanError(
+        f"{path} is an unknown field: {f'did you mean {inside[near[0]]}?' if near else 'remove it'}"
+    )
 
 
 def _shown(value: Any) -> str:

@@ -19,6 +19,7 @@ from protocol.lock import MAX_MEMBERS
 from protocol.messages import (
     RULE_BY_TAG,
     RULE_BY_TYPE,
+    SCHEMA,
     AnyMessage,
     Commit,
     Entries,
@@ -52,7 +53,8 @@ def encode(message: Message) -> bytes:
     rule = RULE_BY_TYPE[type(message)]
     for name in ("reason", "verdict"):
         if name in message.__struct_fields__:
-            message = msgspec.structs.replace(message, **{name: short(getattr(message, name))})
+            words = short(getattr(message, name), _LENGTHS[name])
+            message = msgspec.structs.replace(message, **{name: words})
     reason = _fault(message)
     if reason:
         raise ValueError(f"{rule.type.__name__}: {reason}")
@@ -141,7 +143,7 @@ _SIZES_OF: dict[type[Message], dict[str, tuple[int, ...]]] = {
     Hello: {"run": (0, HASH), "tip": (0, HASH)},  # a newcomer knows neither run nor chain
     Welcome: {"tip": (0, HASH)},
 }
-_LENGTHS = {"name": MAX_NAME, "backend": 64, "device": 200, "reason": MAX_REASON, "verdict": MAX_REASON}
+_LENGTHS = {"name": MAX_NAME, "backend": 64, "device": 200, "reason": MAX_REASON, "verdict": 100}
 _COUNTS = {"units": MAX_UNITS, "entries": MAX_ENTRIES, "sums": MAX_CHUNKS, "times": 3}
 
 
@@ -207,3 +209,15 @@ def fitting(raws: Sequence[bytes]) -> tuple[bytes, ...]:
             break
         taken.append(raw)
     return tuple(taken)
+
+
+def schema_table() -> str:
+    """The schema table as the Markdown of docs/wire.md: one row per message."""
+    rows = ["| tag | message | sent by | at most bytes | answered by | fields |", "|---|---|---|---|---|---|"]
+    for rule in SCHEMA:
+        fields = ", ".join(rule.type.__struct_fields__) or "none"
+        rows.append(
+            f"| {rule.tag} | {rule.type.__name__} | {rule.sender} | {rule.limit:,} | {rule.answer or '-'} "
+            f"| {fields} |"
+        )
+    return "\n".join(rows) + "\n"
