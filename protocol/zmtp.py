@@ -16,6 +16,9 @@ RECONNECT_MAX_MS = 2_000
 HEARTBEAT_MS = 2_000  # the node pings, the coordinator answers; TTL makes both sides notice a dead peer
 HEARTBEAT_TIMEOUT_MS = 10_000
 ZAP_DOMAIN = b"esnode"
+PLAIN_PREFIX = (
+    b"K"  # of a routing id that carries a key when nothing is encrypted; it may not start with zero
+)
 
 _SHORT_FRAME, _LONG_FRAME, _SHORT_LIMIT = 2, 9, 255
 _CURVE_EXTRA = 33  # "\x07MESSAGE", 8 bytes of nonce, 16 of authenticator, 1 of flags
@@ -27,7 +30,22 @@ def wire_size(body: int, encrypted: bool) -> int:
     return payload + (_SHORT_FRAME if payload <= _SHORT_LIMIT else _LONG_FRAME)
 
 
+def host_and_port(address: str) -> tuple[str, int]:
+    """The parts of `tcp://HOST:PORT`; IPv6 hosts keep their brackets. ValueError when it is no such thing."""
+    scheme, separator, rest = address.partition("://")
+    host, _, port = rest.rpartition(":")
+    if scheme != "tcp" or not separator or not host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"{address!r} is no address; it should look like tcp://HOST:PORT")
+    return host, int(port)
+
+
 def is_loopback(address: str) -> bool:
-    """Whether a `tcp://host:port` address can only be reached from this machine."""
-    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-    return host in ("localhost", "::1") or host.startswith("127.")
+    """Whether a `tcp://HOST:PORT` address can only be reached from this machine."""
+    host, _ = host_and_port(address)
+    return host in ("localhost", "[::1]") or host.startswith("127.")
+
+
+def needs_ipv6(address: str) -> bool:
+    """Whether the host may be an IPv6 address: every name, and what stands in brackets."""
+    host, _ = host_and_port(address)
+    return not (host in ("*", "localhost") or host.replace(".", "").isdecimal())

@@ -1,0 +1,118 @@
+"""What people read about a run: metrics.jsonl, units.jsonl and the log, written from the core's notes.
+
+Shell. Never needed for correctness: the journal is the truth. Lines are flushed when written; a line that a
+crash cut is removed at the next start. Called by `server.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from coordinator.events import Note
+from protocol.errors import UserError
+
+METRIC_NOTES = frozenset({"commit", "score", "end"})
+UNIT_NOTES = frozenset({"unit"})
+_LEVELS = {
+    "dispute": logging.ERROR,
+    "refused": logging.WARNING,
+    "failed": logging.WARNING,
+    "unit": logging.DEBUG,
+}
+
+
+class OutputError(UserError):
+    """A file of the run folder cannot be written."""
+
+
+class JsonLines:
+    """An append-only file of JSON objects, one per line."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._file = open(path, "a+b")  # noqa: SIM115 - lives as long as the process
+            self._heal()
+        except OSError as error:
+            raise OutputError(_sentence(path, error)) from error
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append one object; OutputError when the disk refuses."""
+        line = json.dumps(row, default=_plain, ensure_ascii=False) + "\n"
+        try:
+            self._file.write(line.encode())
+            self._file.flush()
+        except OSError as error:
+            raise OutputError(_sentence(self._path, error)) from error
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._file.close()
+
+    def _heal(self) -> None:
+        """Cut a last line that has no end: its writer was killed."""
+        size = end = self._file.seek(0, os.SEEK_END)
+        while end > 0:
+            start = max(0, end - 4096)
+            self._file.seek(start)
+            newline = self._file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                end = start + newline + 1
+                break
+            end = start
+        if end < size:
+            self._file.truncate(end)
+
+
+class Outputs:
+    """Sorts notes into the files they belong to."""
+
+    def __init__(self, folder: Path, log: logging.Logger) -> None:
+        """`folder` is the run's."""
+        self._metrics = JsonLines(folder / "metrics.jsonl")
+        self._units = JsonLines(folder / "units.jsonl")
+        self._log = log
+
+    def note(self, note: Note, **extra: Any) -> None:
+        """Write one note; `extra` fields (bytes by message type) join those of the core."""
+        row = {"kind": note.kind, "time": round(time.time(), 3), **note.fields, **extra}
+        if note.kind in UNIT_NOTES:
+            self._units.write(row)
+        elif note.kind in METRIC_NOTES:
+            self._metrics.write(row)
+        level = _LEVELS.get(note.kind, logging.INFO)
+        if self._log.isEnabledFor(level):
+            self._log.log(level, "%s", _words(note))
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._metrics.close()
+        self._units.close()
+
+
+def _words(note: Note) -> str:
+    parts = []
+    for name, value in note.fields.items():
+        if isinstance(value, float):
+            parts.append(f"{name} {value:.6g}")
+        elif isinstance(value, str | int | bytes):
+            parts.append(f"{name} {value.hex()[:16] if isinstance(value, bytes) else value}")
+    return f"{note.kind}: " + ", ".join(parts)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    return str(value)
+
+
+def _sentence(path: Path, error: OSError) -> str:
+    return f"cannot write {path}: {error.strerror}. Free some space or mend the folder, then resume"

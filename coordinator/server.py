@@ -1,0 +1,293 @@
+"""The coordinator process: `python -m coordinator.server --data DIR --bind tcp://127.0.0.1:0`.
+
+Shell around the pure core. Lives here: the loop and its order of effects. Every turn drains the socket,
+steps the core once per message, flushes everything it must remember in one transaction, adopts the new
+state, and only then speaks. Needs no torch. Exit codes: 0 the run is over or was asked to stop, 1 refused
+in one sentence on stderr, 70 a bug.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import resource
+import signal
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from coordinator import machine
+from coordinator.admin import Admin
+from coordinator.events import (
+    Effect,
+    Event,
+    Note,
+    OpsChanged,
+    Persist,
+    Received,
+    Send,
+    Started,
+    Stop,
+    StopRequested,
+    TermTaken,
+    Tick,
+)
+from coordinator.gate import BindError, Gate
+from coordinator.journal import Journal, entries_of
+from coordinator.outputs import Outputs
+from coordinator.setup import Setup, publish_address, usual_address
+from protocol import logfile
+from protocol.entries import EntryKind, parse
+from protocol.errors import UserError
+from protocol.ledger import LedgerFile
+from protocol.messages import Ack, Assign, Result, Unit
+
+TICK_SECONDS = 0.25
+BATCH = 512  # frames per turn: one flush for all of them
+EXIT_BUG = 70
+SPARE_FILES = 64  # descriptors beyond one per node
+
+
+class Server:
+    """One coordinator on one run folder. `run` returns the exit code."""
+
+    def __init__(self, setup: Setup, bind: str, plain: bool, log: logging.Logger) -> None:
+        self._setup = setup
+        self._log = log
+        self._born = time.monotonic()
+        self._journal = Journal(setup.folder / "coordinator" / "journal.sqlite", setup.lock.run_id)
+        self._state, self._term = self._recall()
+        self._outputs = Outputs(setup.folder, log)
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._gate = Gate(self._context, None if plain else setup.curve_secret, setup.roster)
+        self.address = self._bind(bind)
+        self._admin = Admin(self._context, setup.folder / "coordinator", self._answer)
+        self._poller = zmq.Poller()
+        for socket in (*self._gate.sockets, self._admin.socket):
+            self._poller.register(socket, zmq.POLLIN)
+        self._unit_bytes: dict[tuple[bytes, Unit], int] = {}
+        self._sizes: dict[int, int] = {}
+        self._reported: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
+        self._stop_reason: str | None = None
+        self._stopped: Stop | None = None
+
+    # ------------------------------------------------------------ start
+
+    def _recall(self) -> tuple[machine.State, int]:
+        """State and highest term of the journal; the ledger file is brought to the journal's chain."""
+        state = machine.new(self._setup.lock, self._setup.ops, self._setup.signing_seed, self._setup.roster)
+        term, raws = 0, []
+        for record in self._journal.replay():
+            state = machine.recall(state, record)
+            raws += entries_of((record,))
+            if isinstance(record, TermTaken):
+                term = max(term, record.term)
+        self._ledger = LedgerFile(self._setup.ledger_path)
+        added = self._ledger.repair_from(raws)
+        if added or self._ledger.cut:
+            self._log.info("ledger file completed from the journal: %d entries added", added)
+        return state, term
+
+    def _bind(self, bind: str) -> str:
+        """Listen, preferring the port of the last start when any will do: nodes are still trying that one."""
+        usual = usual_address(self._setup.folder, bind)
+        if usual:
+            try:
+                return self._gate.bind(usual)
+            except BindError as error:
+                self._log.info("not on the old address: %s", error)
+        return self._gate.bind(bind)
+
+    def request_stop(self, reason: str) -> None:
+        """Ask the loop to end cleanly; safe in a signal handler."""
+        self._stop_reason = self._stop_reason or reason
+
+    # ------------------------------------------------------------ the loop
+
+    def run(self) -> int:
+        """Serve until the core stops."""
+        publish_address(self._setup.folder, self.address)
+        self._log.info("serving run %s on %s", self._setup.lock.run_id.hex()[:12], self.address)
+        now = time.monotonic()
+        self._process([Started(now, self._term + 1, os.urandom(8))])
+        next_tick = now
+        while self._stopped is None:
+            self._poller.poll(max(0, int((next_tick - time.monotonic()) * 1000)))
+            now = time.monotonic()
+            events = self._received(now)
+            self._admin.serve()
+            if now >= next_tick:
+                events += self._ticked(now)
+                next_tick = now + TICK_SECONDS
+            self._process(events)
+        self._log.info("stopped: %s", self._stopped.reason)
+        return self._stopped.code
+
+    def _received(self, now: float) -> list[Event]:
+        events: list[Event] = []
+        self._sizes.clear()
+        for delivery in self._gate.receive(BATCH):
+            event = Received(now, delivery.peer, delivery.message)
+            self._sizes[id(event)] = delivery.size
+            events.append(event)
+        return events
+
+    def _ticked(self, now: float) -> list[Event]:
+        events: list[Event] = [Tick(now)]
+        ops = self._setup.changed_ops(self._log)
+        if ops is not None:
+            events.append(OpsChanged(now, ops))
+        if self._stop_reason is not None:
+            events.append(StopRequested(now, self._stop_reason))
+        return events
+
+    def _process(self, events: Sequence[Event]) -> None:
+        """Step all events, flush once, adopt, then perform the rest in order (see `events.py`)."""
+        state = self._state
+        steps: list[tuple[Event, tuple[Effect, ...]]] = []
+        for event in events:
+            state, effects = machine.step(state, event)
+            steps.append((event, effects))
+            if any(isinstance(effect, Stop) for effect in effects):
+                break
+        records = [effect.record for _, effects in steps for effect in effects if isinstance(effect, Persist)]
+        self._journal.append(records)
+        self._state = state
+        raws = entries_of(records)
+        if raws:
+            self._ledger.append(*raws)
+        for event, effects in steps:
+            self._perform(event, effects)
+        for raw in raws:
+            self._prune(raw)
+
+    def _perform(self, event: Event, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Send):
+                sent = self._gate.send(effect.peer, effect.message)
+                if sent and isinstance(effect.message, Assign):
+                    self._unit_bytes[effect.peer, effect.message.unit] = self._gate.cost(effect.message)
+            elif isinstance(effect, Note):
+                self._outputs.note(effect, **self._bytes_for(effect, event, effects))
+            elif isinstance(effect, Stop):
+                self._stopped = effect
+
+    def _prune(self, raw: bytes) -> None:
+        entry = parse(raw)
+        if entry.kind == EntryKind.COMMIT:
+            self._journal.prune(entry.round)
+            self._unit_bytes = {
+                key: size for key, size in self._unit_bytes.items() if key[1].round > entry.round
+            }
+
+    # ------------------------------------------------------------ numbers
+
+    def _bytes_for(self, note: Note, event: Event, effects: Sequence[Effect]) -> dict[str, Any]:
+        """Bytes by message type: of one unit for its line, since the last commit for a commit's line."""
+        if note.kind == "commit":
+            counts = self._gate.counts
+            before, self._reported = self._reported, (counts.bytes_in.copy(), counts.bytes_out.copy())
+            return {
+                "bytes_in": dict(self._reported[0] - before[0]),
+                "bytes_out": dict(self._reported[1] - before[1]),
+            }
+        if note.kind != "unit" or not isinstance(event, Received) or not isinstance(event.message, Result):
+            return {}
+        acks = [
+            effect.message
+            for effect in effects
+            if isinstance(effect, Send) and isinstance(effect.message, Ack)
+        ]
+        return {
+            "bytes": {
+                "Assign": self._unit_bytes.pop((event.peer, event.message.unit), 0),
+                "Result": self._sizes.get(id(event), 0),
+                "Ack": sum(self._gate.cost(ack) for ack in acks),
+            }
+        }
+
+    def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """One request of the administration socket."""
+        if request.get("op") == "status":
+            return machine.status(self._state) | {
+                "address": self.address,
+                "pid": os.getpid(),
+                "uptime": round(time.monotonic() - self._born, 1),
+                "wire": self._gate.counts.as_dict(),
+            }
+        if request.get("op") == "stop":
+            self.request_stop(str(request.get("reason", "stopped by the operator")))
+            return {"ok": True}
+        return {"error": f"unknown request {request.get('op')!r}; there are status and stop"}
+
+    def close(self) -> None:
+        """Let go of everything; queued goodbyes may leave after a clean stop."""
+        self._admin.close()
+        self._gate.close(farewell=self._stopped is not None)
+        self._context.term()
+        self._outputs.close()
+        self._ledger.close()
+        self._journal.close()
+
+
+def raise_file_limit(nodes: int, log: logging.Logger) -> None:
+    """One descriptor per connection: use what the system allows, and say so when it is too little."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = nodes + SPARE_FILES
+    if soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft < needed:
+        log.warning(
+            "the limit of open files (%d) is too low for %d nodes; raise it with ulimit -n", soft, nodes
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse, serve, and turn refusals into one sentence and exit code 1."""
+    parser = argparse.ArgumentParser(
+        prog="coordinator.server", description="Serve the run of a folder to its nodes."
+    )
+    parser.add_argument(
+        "--data", type=Path, required=True, help="the run's folder (lock.json, plan.toml, coordinator/)"
+    )
+    parser.add_argument(
+        "--bind", default="tcp://127.0.0.1:0", help="address to listen on; port 0 means any free port"
+    )
+    parser.add_argument("--plain", action="store_true", help="no encryption: tests on loopback only")
+    options = parser.parse_args(arguments)
+    try:
+        return _serve(options.data, options.bind, options.plain)
+    except UserError as error:
+        print(f"esnode: {error}", file=sys.stderr)  # noqa: T201 - the one line a user reads
+        return error.exit_code
+    except OSError as error:
+        print(f"esnode: {error.strerror}: {error.filename}", file=sys.stderr)  # noqa: T201
+        return 1
+    except Exception:
+        traceback.print_exc()
+        return EXIT_BUG
+
+
+def _serve(folder: Path, bind: str, plain: bool) -> int:
+    setup = Setup.load(folder)
+    log = logfile.start(folder / "logs" / "coordinator.log", "coordinator")
+    raise_file_limit(len(setup.roster), log)
+    server = Server(setup, bind, plain, log)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda got, _frame: server.request_stop(f"{signal.Signals(got).name} received"))
+    try:
+        return server.run()
+    finally:
+        server.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

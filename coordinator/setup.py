@@ -1,0 +1,117 @@
+"""What a coordinator needs before it can serve: lock, operating settings, keys, list of nodes, its address.
+
+Shell. Reads the run's folder and refuses in one sentence what cannot work. Called by `server.py` at start,
+and for the operating settings whenever the plan file changes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from protocol import keys, plan
+from protocol.entries import public_key
+from protocol.errors import UserError
+from protocol.lock import lock_from_bytes
+from protocol.plan import Lock, Ops
+
+ADDRESS = "address"
+PUBLIC_KEY = "curve.pub"
+
+
+class SetupError(UserError):
+    """The folder cannot be served; the sentence says what is missing."""
+
+
+@dataclass
+class Setup:
+    """The inputs of one coordinator process."""
+
+    folder: Path
+    lock: Lock
+    ops: Ops
+    signing_seed: bytes
+    curve_secret: bytes
+    roster: dict[bytes, str]
+    _plan_seen: tuple[int, int] = field(default=(0, 0), repr=False)
+
+    @property
+    def ledger_path(self) -> Path:
+        """The run's ledger file."""
+        return self.folder / "run.ledger"
+
+    @classmethod
+    def load(cls, folder: Path) -> Setup:
+        """Read everything, make the CURVE key at the first start, publish its public half."""
+        inner = folder / "coordinator"
+        lock = lock_from_bytes(_read(folder / "lock.json", "`esnode plan lock` or `esnode run` writes it"))
+        plan_path = folder / "plan.toml"
+        ops = plan.parse(_read(plan_path, "it sets the number of rounds").decode("utf-8", "replace")).ops
+        seed = keys.read_signing(inner / "signing.key")
+        if public_key(seed).hex() not in lock.trusted:
+            raise SetupError(
+                f"{inner / 'signing.key'} is not among the keys this run's lock trusts; use the key of the "
+                "user who locked the plan"
+            )
+        secret = keys.new_curve_file(inner / "curve.key")
+        replace_file(inner / PUBLIC_KEY, keys.curve_public(secret).hex() + "\n")
+        return cls(
+            folder, lock, ops, seed, secret, keys.read_roster(inner / "roster.json"), _stamp(plan_path)
+        )
+
+    def changed_ops(self, log: logging.Logger) -> Ops | None:
+        """The plan's `[ops]` if the file changed and they differ; a broken plan is logged and ignored."""
+        path = self.folder / "plan.toml"
+        stamp = _stamp(path)
+        if stamp == self._plan_seen:
+            return None
+        self._plan_seen = stamp
+        try:
+            ops = plan.parse(path.read_text(encoding="utf-8")).ops
+        except (UserError, OSError, UnicodeDecodeError) as error:
+            log.warning("%s changed but is not used: %s", path, error)
+            return None
+        if ops == self.ops:
+            return None
+        self.ops = ops
+        return ops
+
+
+def usual_address(folder: Path, bind: str) -> str | None:
+    """The address of the last start, when `bind` leaves the port open and names the same host."""
+    try:
+        last = (folder / "coordinator" / ADDRESS).read_text().strip()
+    except OSError:
+        return None
+    host, _, port = bind.rpartition(":")
+    return last if port == "0" and last.rpartition(":")[0] == host else None
+
+
+def publish_address(folder: Path, address: str) -> None:
+    """Tell nodes on this machine where to connect; written last, so that its presence means "listening"."""
+    local = address.replace("tcp://0.0.0.0:", "tcp://127.0.0.1:").replace("tcp://[::]:", "tcp://[::1]:")
+    replace_file(folder / "coordinator" / ADDRESS, local + "\n")
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Replace a small text file in one step."""
+    temporary = path.with_name(path.name + ".new")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def _read(path: Path, hint: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise SetupError(f"there is no {path}; {hint}") from None
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return (0, 0)
+    return (status.st_mtime_ns, status.st_size)

@@ -1,0 +1,49 @@
+"""Asking a coordinator on this machine, through the administration socket in its run folder.
+
+The listening side is `coordinator/admin.py`. Called by the command line and by `run.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from protocol import ipc
+from protocol.errors import UserError
+
+WAIT_SECONDS = 5.0
+
+
+class NoCoordinator(UserError):
+    """Nobody answers: no coordinator runs on this folder, or it is stuck."""
+
+
+def ask(folder: Path, op: str, *, wait: float = WAIT_SECONDS, **fields: Any) -> dict[str, Any]:
+    """Send one request ("status" or "stop") to the coordinator of the run in `folder` and return its answer.
+
+    NoCoordinator when nothing answers within `wait` seconds.
+    """
+    inner = folder / "coordinator"
+    with ipc.endpoint(inner) as address, zmq.Context() as context, context.socket(zmq.REQ) as asker:
+        if not _listens(address.removeprefix("ipc://")):
+            raise NoCoordinator(f"no coordinator is running on {folder}")
+        asker.setsockopt(zmq.LINGER, 0)
+        asker.connect(address)
+        asker.send(json.dumps({"op": op, **fields}).encode())
+        if not asker.poll(int(wait * 1000)):
+            raise NoCoordinator(
+                f"the coordinator of {folder} does not answer; its log is {folder}/logs/coordinator.log"
+            )
+        answer = json.loads(asker.recv())
+    assert isinstance(answer, dict)
+    return answer
+
+
+def _listens(path: str) -> bool:
+    """Whether somebody is behind the socket file; after a kill -9 the file alone is left."""
+    with socket.socket(socket.AF_UNIX) as knock:
+        return knock.connect_ex(path) == 0

@@ -1,0 +1,403 @@
+"""The node process: `python -m esnode.daemon --run DIR --name NAME`.
+
+Shell around the pure core. Lives here: the loop that feeds the core with messages, ticks and the engine's
+reports, and performs its effects in order. Exit codes: 0 the run is over or the node left, 1 refused in one
+sentence on stderr, 70 a bug, 130 a second Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import zmq
+
+from esnode import events, node
+from esnode.enginethread import Broken, EngineThread, Folded, Workshop
+from esnode.link import Link, State
+from esnode.notebook import Notebook
+from protocol import keys, logfile
+from protocol.errors import UserError
+from protocol.lock import Lock, lock_from_bytes
+from protocol.messages import Rehello
+
+TICK_SECONDS = 0.2
+FIRST_CONTACT_SECONDS = 60.0  # how long a coordinator may take to appear
+HOPELESS_SECONDS = 3.0  # how long "wrong key" must last before it is believed
+ADDRESS_SECONDS = 1.0  # between looks at the address file while there is no connection
+LEAVE_SECONDS = 5.0  # a node that was asked to leave is gone by then
+EXIT_BUG = 70
+EXIT_INTERRUPTED = 130
+DEFAULT_LOADER = "esnode.workshop:load"
+Loader = Callable[[Path, Lock, int, str | None], Workshop]
+
+
+class DaemonError(UserError):
+    """The node cannot start or go on; the sentence says why."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says."""
+
+    run: Path
+    name: str
+    threads: int
+    backend: str | None = None
+    coordinator: tuple[str, ...] = ()  # addresses; empty: the run folder's own coordinator
+    plain: bool = False
+    loader: str = DEFAULT_LOADER
+    wait: float = FIRST_CONTACT_SECONDS
+
+    @property
+    def folder(self) -> Path:
+        """The node's own folder."""
+        return self.run / "nodes" / self.name
+
+
+class Daemon:
+    """One node. `run` returns the exit code."""
+
+    def __init__(self, options: Options, log: logging.Logger) -> None:
+        """Read the run's folder and take the node's; the model is loaded by `run`."""
+        self._options = options
+        self._log = log
+        self._lock = _read_lock(options.run)
+        self._notebook = Notebook(options.folder, self._lock.run_id)
+        if self._notebook.warning:
+            log.warning("%s", self._notebook.warning)
+        self._secret = keys.new_curve_file(options.folder / "curve.key")
+        self.stuck = False  # the engine did not come back: only a hard exit ends this process
+        self._loading = True
+        self._leave: str | None = None
+        self._leave_by = float("inf")
+        self._stopped: tuple[str, int] | None = None
+        self._told = ""
+        self._next_look = 0.0
+
+    def request_leave(self, reason: str) -> None:
+        """Ask the loop to leave cleanly; safe in a signal handler."""
+        if self._loading:
+            raise SystemExit(0)  # nothing is held and nobody knows us yet
+        self._leave = self._leave or reason
+
+    # ------------------------------------------------------------ life
+
+    def run(self) -> int:
+        """Load, connect, work, leave."""
+        workshop = self._load()
+        self._loading = False
+        try:
+            link = self._connect()
+        except BaseException:
+            workshop.close()
+            raise
+        if link is None:
+            return 0
+        self._link = link
+        self._wake_in, wake_out = socket.socketpair()
+        self._wake_in.setblocking(False)
+        wake_out.setblocking(False)
+        self._engine = EngineThread(workshop, lambda: _poke(wake_out))
+        self._poller = zmq.Poller()
+        self._poller.register(self._wake_in, zmq.POLLIN)
+        self._watch_link()
+        try:
+            if not self._first_contact():
+                return 0
+            self._state = node.new(self._lock, workshop.about)
+            raws = self._notebook.raws
+            self._step(events.Started(time.monotonic(), self._notebook.term, raws, 0, self._lock.digest))
+            while self._stopped is None:
+                self._turn()
+            reason, code = self._stopped
+            self._log.log(logging.ERROR if code else logging.INFO, "stopped: %s", reason)
+            if code:
+                raise DaemonError(reason)
+            return 0
+        finally:
+            self._close(workshop)
+
+    def _load(self) -> Workshop:
+        began = time.monotonic()
+        load = _loader(self._options.loader)
+        workshop = load(self._options.run, self._lock, self._options.threads, self._options.backend)
+        digest = workshop.digest()
+        if digest != self._lock.digest:
+            workshop.close()
+            raise DaemonError(
+                f"the base model here has digest {digest:016x}, the run's is {self._lock.digest:016x}; "
+                "it is another model, or a file of it is damaged"
+            )
+        about = workshop.about
+        self._log.info("ready in %.1f s: %s on %s", time.monotonic() - began, about.backend, about.device)
+        return workshop
+
+    def _connect(self) -> Link | None:
+        """Find out where the coordinator is and open the socket; None when told to leave meanwhile."""
+        options = self._options
+        self._contact_by = time.monotonic() + options.wait
+        while not (addresses := options.coordinator or _published_address(options.run)):
+            if self._leave is not None:
+                return None
+            if time.monotonic() > self._contact_by:
+                raise DaemonError(
+                    f"no coordinator has started on {options.run}; start it, or name --coordinator"
+                )
+            time.sleep(TICK_SECONDS)
+        server_key = None if options.plain else _pinned_key(options.run)
+        return Link(addresses, server_key, self._secret)
+
+    def _first_contact(self) -> bool:
+        """Wait for the connection; False when told to leave. DaemonError when it cannot come about."""
+        while not self._link.connections:
+            now = time.monotonic()
+            self._poller.poll(int(TICK_SECONDS * 1000))
+            self._link.receive()
+            self._mind_link(now)
+            health = self._link.health(now)
+            if (health.hopeless and now - health.since > HOPELESS_SECONDS) or now > self._contact_by:
+                raise DaemonError(health.sentence)
+            if self._leave is not None:
+                return False
+        return True
+
+    def _turn(self) -> None:
+        self._poller.poll(int(TICK_SECONDS * 1000))
+        now = time.monotonic()
+        before = self._link.connections
+        for message in self._link.receive():
+            self._step(events.Received(now, message))
+        if self._link.connections != before:
+            self._reconnected(now)
+        self._hear_engine(now)
+        if self._leave is not None and self._leave_by == float("inf"):
+            self._leave_by = now + LEAVE_SECONDS
+            self._step(events.Leave(now, self._leave))
+        if now > self._leave_by:
+            self._stop(self._leave or "left", 0)
+        self._step(events.Tick(now))
+        self._mind_link(now)
+
+    def _step(self, event: events.Event) -> None:
+        """Step the core, adopt its state, perform its effects in order."""
+        if self._stopped is None:
+            self._state, effects = node.step(self._state, event)
+            for effect in effects:
+                self._perform(effect)
+
+    def _perform(self, effect: events.Effect) -> None:
+        match effect:
+            case events.Send(message):
+                self._link.send(message)
+            case events.Evaluate(unit):
+                self._engine.evaluate(unit)
+            case events.CancelUnit(unit):
+                self._engine.cancel(unit)
+            case events.Apply(entries):
+                self._engine.apply(entries)
+            case events.Store(first, raws):
+                self._notebook.store(first, raws)
+            case events.StoreTerm(term):
+                self._notebook.store_term(term)
+            case events.Note(kind, fields):
+                words = ", ".join(f"{name} {value}" for name, value in fields.items())
+                self._log.info("%s: %s", kind, words)
+            case events.Stop(reason, code):
+                self._stop(reason, code)
+
+    def _stop(self, reason: str, code: int) -> None:
+        self._stopped = self._stopped or (reason, code)
+
+    # ------------------------------------------------------------ engine and link
+
+    def _hear_engine(self, now: float) -> None:
+        _drain(self._wake_in)
+        running = self._engine.progress
+        if running is not None:
+            self._step(events.Progress(now, *running))
+        for report in self._engine.reports():
+            if isinstance(report, Broken):
+                self._log.error("%s", report.trace)
+                raise DaemonError(
+                    "applying a ledger entry failed; the log has the details. Start the node again"
+                )
+            if isinstance(report, Folded):
+                self._step(events.EntriesApplied(now, report.digests, report.ms))
+            elif report.outcome is not None:
+                self._step(events.Evaluated(now, report.unit, report.outcome))
+            elif report.failure:
+                self._step(events.EvaluationFailed(now, report.unit, report.failure))
+            else:
+                self._step(events.Cancelled(now, report.unit))
+
+    def _reconnected(self, now: float) -> None:
+        """A new connection is unknown over there until Hello: tell the core so without a round trip."""
+
+        self._step(events.Received(now, Rehello()))
+
+    def _mind_link(self, now: float) -> None:
+        """Log changes of the connection; follow a coordinator of this folder that listens elsewhere now."""
+
+        health = self._link.health(now)
+        if health.sentence != self._told:
+            self._told = health.sentence
+            usual = health.state in (State.CONNECTED, State.CONNECTING)
+            self._log.log(logging.INFO if usual else logging.WARNING, "%s", health.sentence)
+        if health.state == State.REFUSED:
+            raise DaemonError(health.sentence)
+        changed = self._link.refresh(now)
+        if not self._options.coordinator and health.state != State.CONNECTED and now > self._next_look:
+            self._next_look = now + ADDRESS_SECONDS
+            published = _published_address(self._options.run)
+            if published and published != (self._link.address,):
+                self._link.redirect(published)
+                changed = True
+        if changed:
+            self._watch_link()
+
+    def _watch_link(self) -> None:
+        for stale, _ in list(self._poller.sockets):
+            if stale is not self._wake_in:
+                self._poller.unregister(stale)
+        for fresh in self._link.sockets:
+            self._poller.register(fresh, zmq.POLLIN)
+
+    def _close(self, workshop: Workshop) -> None:
+        clean = self._stopped is not None and self._stopped[1] == 0
+        self._link.close(farewell=clean)
+        self.stuck = not self._engine.close(wait=2.0 if clean else 0.5)
+        workshop.close()
+        self._notebook.close()
+
+
+# ---------------------------------------------------------------- the run's folder
+
+
+def _read_lock(run: Path) -> Lock:
+    path = run / "lock.json"
+    try:
+        return lock_from_bytes(path.read_bytes())
+    except OSError as error:
+        raise DaemonError(f"cannot read {path}: {error.strerror}; --run names the run's folder") from error
+
+
+def _published_address(run: Path) -> tuple[str, ...]:
+    try:
+        return (run.joinpath("coordinator", "address").read_text().strip(),)
+    except OSError:
+        return ()
+
+
+def _pinned_key(run: Path) -> bytes:
+    path = run / "coordinator" / "curve.pub"
+    try:
+        return keys.parse_public(path.read_text(), str(path))
+    except OSError as error:
+        raise DaemonError(
+            f"cannot read the coordinator's public key {path}; start the coordinator first"
+        ) from error
+
+
+def _loader(spec: str) -> Loader:
+    module, _, function = spec.partition(":")
+    return getattr(importlib.import_module(module), function)  # type: ignore[no-any-return]
+
+
+def _poke(wake: socket.socket) -> None:
+    with contextlib.suppress(BlockingIOError):  # full of earlier pokes: the loop will wake up anyway
+        wake.send(b"x")
+
+
+def _drain(wake: socket.socket) -> None:
+    with contextlib.suppress(BlockingIOError):  # that is: empty
+        while wake.recv(4096):
+            continue
+
+
+# ---------------------------------------------------------------- process
+
+
+def limit_threads(threads: int) -> None:
+    """Must run before torch, numba and numpy are imported: they read these once."""
+    for name in ("OMP", "MKL", "OPENBLAS", "NUMBA"):
+        os.environ[f"{name}_NUM_THREADS"] = str(threads)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse, work, and turn refusals into one sentence and exit code 1."""
+    options = _parse(arguments)
+    limit_threads(options.threads)
+    log = logfile.start(options.run / "logs" / f"{options.name}.log", options.name)
+    daemon: Daemon | None = None
+    try:
+        daemon = Daemon(options, log)
+        _on_signals(daemon)
+        code = daemon.run()
+    except UserError as error:
+        print(f"esnode: {error}", file=sys.stderr)  # noqa: T201 - the one line a user reads
+        code = error.exit_code
+    except Exception:
+        traceback.print_exc()
+        code = EXIT_BUG
+    if daemon is not None and daemon.stuck:  # native code that does not come back must not crash the exit
+        logging.shutdown()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _on_signals(daemon: Daemon) -> None:
+    def leave(number: int, _frame: Any) -> None:
+        signal.signal(number, now)
+        daemon.request_leave(f"{signal.Signals(number).name} received")
+
+    def now(_number: int, _frame: Any) -> NoReturn:
+        os._exit(EXIT_INTERRUPTED)
+
+    signal.signal(signal.SIGTERM, leave)
+    signal.signal(signal.SIGINT, leave)
+
+
+def _parse(arguments: Sequence[str] | None) -> Options:
+    parser = argparse.ArgumentParser(prog="esnode.daemon", description="Work for a run.")
+    parser.add_argument("--run", type=Path, required=True, help="the run's folder")
+    parser.add_argument("--name", required=True, help="this node's name; its files are in RUN/nodes/NAME")
+    parser.add_argument("--threads", type=int, default=0, help="threads of the engine; 0 = all cores")
+    parser.add_argument("--backend", help="kernel implementation: cpu or reference")
+    parser.add_argument("--coordinator", action="append", default=[], metavar="tcp://HOST:PORT")
+    parser.add_argument("--plain", action="store_true", help="no encryption: tests on loopback only")
+    parser.add_argument("--loader", default=DEFAULT_LOADER, help="MODULE:FUNCTION that builds the engine")
+    parser.add_argument(
+        "--wait", type=float, default=FIRST_CONTACT_SECONDS, help="seconds for the first contact"
+    )
+    found = parser.parse_args(arguments)
+    if not found.name or "/" in found.name or found.name.startswith("."):
+        parser.error(f"--name {found.name!r} is no file name")
+    return Options(
+        run=found.run,
+        name=found.name,
+        threads=found.threads or len(os.sched_getaffinity(0)),
+        backend=found.backend,
+        coordinator=tuple(found.coordinator),
+        plain=found.plain,
+        loader=found.loader,
+        wait=found.wait,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""What a node keeps between two lives: its copy of the ledger and the highest term it ever answered.
+
+Shell. The folder is `DIR/nodes/NAME`, held by one process at a time. Entries are checked when they are read
+(hash links and signatures); what does not check is moved aside and fetched again. Called by `daemon.py`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from esnode.folder import write_file
+from protocol import ledger
+from protocol.errors import UserError
+from protocol.ledger import LedgerFile
+
+
+class NotebookError(UserError):
+    """The node's folder cannot be used: in use, of another run, or not writable."""
+
+
+class Notebook:
+    """The open folder of one node. Everything written is on the disk when a method returns."""
+
+    def __init__(self, folder: Path, run_id: bytes) -> None:
+        """Take the folder. `run_id`: 32 bytes; a ledger of another run is refused."""
+        self.folder = folder
+        self.warning = ""  # one sentence when something had to be moved aside
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._held = _occupy(folder)
+            self.term = _read_term(folder / "term")
+            self._set_aside_damage(run_id)
+            self._file = LedgerFile(folder / "node.ledger")
+        except OSError as error:
+            raise NotebookError(_unwritable(folder, error)) from error
+
+    @property
+    def raws(self) -> tuple[bytes, ...]:
+        """The entries held, from entry 0."""
+        return tuple(self._file.entries)
+
+    def store(self, first: int, raws: Sequence[bytes]) -> None:
+        """Append entries of which the first has height `first`; those already held are not written again."""
+        held = len(self._file.entries)
+        if first > held:
+            raise ValueError(f"entry {first} would leave a gap after {held}")
+        try:
+            self._file.append(*raws[held - first :])
+        except OSError as error:
+            raise NotebookError(_unwritable(self.folder, error)) from error
+
+    def store_term(self, term: int) -> None:
+        """Remember the highest term answered."""
+        try:
+            write_file(self.folder / "term", f"{term}\n".encode())
+        except OSError as error:
+            raise NotebookError(_unwritable(self.folder, error)) from error
+        self.term = term
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        self._file.close()
+        os.close(self._held)
+
+    def _set_aside_damage(self, run_id: bytes) -> None:
+        path = self.folder / "node.ledger"
+        if not path.exists() or path.stat().st_size == 0:
+            return
+        reading = ledger.read(path)
+        if reading.chain.height and reading.chain.lock.run_id != run_id:
+            raise NotebookError(f"{path} belongs to another run; give this run another folder or node name")
+        torn = reading.problem is not None
+        if torn:
+            aside = path.with_name(f"node.ledger.damaged-{int(time.time())}")
+            os.replace(path, aside)
+            with LedgerFile(path) as fresh:
+                fresh.append(*(entry.raw for entry in reading.chain.entries))
+            self.warning = (
+                f"{path} was {reading.problem}; it is kept as {aside.name}, the rest is fetched again"
+            )
+
+
+def _unwritable(folder: Path, error: OSError) -> str:
+    return f"cannot write {folder}: {error.strerror}. Free some space or mend the folder, then start again"
+
+
+def _occupy(folder: Path) -> int:
+    held = os.open(folder / ".busy", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(held)
+        raise NotebookError(
+            f"another node process uses {folder}; stop it or give this one another name"
+        ) from None
+    return held
+
+
+def _read_term(path: Path) -> int:
+    try:
+        return int(path.read_text())
+    except FileNotFoundError:
+        return 0
+    except ValueError as error:
+        raise NotebookError(
+            f"{path} is damaged: it should hold one number. Remove the node's folder"
+        ) from error

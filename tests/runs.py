@@ -1,0 +1,149 @@
+"""Toy runs with real processes: a folder made in milliseconds; coordinator and nodes started and killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from esnode import admin
+from protocol import keys, ledger
+from protocol.entries import public_key
+from protocol.lock import Lock, TensorSpec
+from tests import toy_engine
+
+ROOT = Path(__file__).resolve().parent.parent
+SIGNING_SEED = bytes(range(32))
+PLAN = """
+[run]
+model = "toy"
+task = "short-answers"
+[run.es]
+members = 4
+sigma = 0.0625
+alpha = 0.0625
+[ops]
+rounds = {rounds}
+eval_every = 2
+"""
+
+
+def toy_lock(**changes: Any) -> Lock:
+    """A lock for `toy_engine`: 64 weights, 8 training prompts in chunks of 2, rewards between -9 and 0."""
+    plain: dict[str, Any] = {
+        "model": "toy",
+        "base": "00" * 32,
+        "digest": toy_engine.base_digest(),
+        "manifest": (TensorSpec(toy_engine.TENSOR, (toy_engine.WIDTH,), "float32", True),),
+        "task": "toy",
+        "data": "00" * 32,
+        "scorer": "00" * 32,
+        "train_prompts": 8,
+        "heldout_prompts": 4,
+        "train_tokens": "00" * 32,
+        "heldout_tokens": "00" * 32,
+        "reward_low": -9.0,
+        "reward_high": 0.0,
+        "members": 6,
+        "mirrored": True,
+        "sigma": (0.0625,),
+        "alpha": (0.0625,),
+        "live_dtype": "float32",
+        "per_round": 8,
+        "chunk": 2,
+        "max_new_tokens": 0,
+        "trusted": (public_key(SIGNING_SEED).hex(),),
+    }
+    return Lock(**(plain | changes))
+
+
+def make_folder(folder: Path, names: tuple[str, ...] = ("n1", "n2"), rounds: int = 4, **changes: Any) -> Lock:
+    """The files `esnode run` would write before it starts processes."""
+    lock = toy_lock(**changes)
+    inner = folder / "coordinator"
+    inner.mkdir(parents=True, exist_ok=True)
+    (folder / "lock.json").write_bytes(lock.to_bytes())
+    (folder / "plan.toml").write_text(PLAN.format(rounds=rounds))
+    keys.write_signing(inner / "signing.key", SIGNING_SEED)
+    roster = {keys.curve_public(keys.new_curve_file(folder / "nodes" / n / "curve.key")): n for n in names}
+    keys.write_roster(inner / "roster.json", roster)
+    return lock
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 15.0, what: str = "") -> Any:
+    """Poll until `condition` is true and return its value; AssertionError after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        value = condition()
+        if value:
+            return value
+        time.sleep(0.02)
+    raise AssertionError(f"waited {seconds} s in vain {what}")
+
+
+@dataclass
+class Processes:
+    """Coordinator and nodes of one toy folder, each a real process. A context manager that ends them all."""
+
+    folder: Path
+    running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def coordinator(self, *extra: str, bind: str = "tcp://127.0.0.1:0") -> subprocess.Popen[bytes]:
+        """Start the coordinator."""
+        return self._start(
+            "coordinator", "coordinator.server", "--data", str(self.folder), "--bind", bind, *extra
+        )
+
+    def node(self, name: str, *extra: str) -> subprocess.Popen[bytes]:
+        """Start a toy node."""
+        arguments = ("--run", str(self.folder), "--name", name, "--threads", "1")
+        return self._start(name, "esnode.daemon", *arguments, "--loader", "tests.toy_engine:load", *extra)
+
+    def _start(self, name: str, module: str, *arguments: str) -> subprocess.Popen[bytes]:
+        log = open(self.folder / f"{name}.stderr", "ab")  # noqa: SIM115 - the child keeps it
+        command = [sys.executable, "-m", module, *arguments]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        self.running[name] = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT, env=environment)
+        log.close()
+        return self.running[name]
+
+    def kill(self, name: str) -> None:
+        """kill -9."""
+        self.running[name].send_signal(signal.SIGKILL)
+        self.running[name].wait()
+
+    def status(self) -> dict[str, Any]:
+        """The coordinator's answer, or {} when none answers yet."""
+        try:
+            return admin.ask(self.folder, "status", wait=2.0)
+        except admin.NoCoordinator:
+            return {}
+
+    def words(self, name: str) -> str:
+        """What a process wrote to stderr."""
+        return (self.folder / f"{name}.stderr").read_text()
+
+    def wait_end(self, seconds: float = 15.0) -> None:
+        """Wait until the coordinator has ended by itself with code 0."""
+        assert self.running["coordinator"].wait(seconds) == 0, self.words("coordinator")
+
+    def final_digest(self) -> int:
+        """D of the last state, from the END entry of the run's ledger, which must be whole."""
+        reading = ledger.read(self.folder / "run.ledger")
+        assert reading.ended and reading.problem is None, str(reading)
+        return reading.chain.entries[-1].digest
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.running.values():
+            if process.poll() is None:
+                process.kill()
+            process.wait()

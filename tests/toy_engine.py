@@ -1,0 +1,129 @@
+"""A node's workshop without a model: 64 float32 weights under the real noise law, rewards exact everywhere.
+
+The reward of a prompt is minus the mean squared distance of the live weights to a target that the prompt's
+index defines, so training moves somewhere and the same member gives the same reward on every machine. Task
+options of the lock: `seconds` per unit (taken in small steps, so that it can be cancelled), `fail` (members
+that never work).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from esnode.engines.interface import Cancelled
+from esnode.events import About
+from protocol import ledger, noise, seeds
+from protocol.ledger import Entry
+from protocol.lock import Lock
+from protocol.messages import Kind, Unit
+
+TENSOR = "w"
+WIDTH = 64
+STEP_SECONDS = 0.01
+
+
+@dataclass(frozen=True)
+class ToyOutcome:
+    """What the core reads of a measured unit."""
+
+    sums: tuple[float, ...]
+    correct: int
+    floored: int
+    tokens: int
+    times: tuple[int, int, int]
+    evidence: bytes
+
+
+def base_weights() -> np.ndarray:
+    """The toy base model: 64 float32 weights."""
+    return (np.arange(WIDTH, dtype=np.float32) - 32) / np.float32(64)
+
+
+def base_digest() -> int:
+    """D of the base model."""
+    return noise.digest(base_weights(), seeds.tensor_key(TENSOR))
+
+
+class ToyWorkshop:
+    """Engine, prompts and scorer in one."""
+
+    def __init__(self, lock: Lock, backend: str | None) -> None:
+        self._lock = lock
+        self._key = seeds.tensor_key(TENSOR)
+        self._master = base_weights()
+        self._seconds = float(lock.task_options.get("seconds", 0.0))
+        self._fail = set(lock.task_options.get("fail", ()))
+        print_ = hashlib.blake2b(b"toy", digest_size=8).digest()
+        self.about = About("toy", backend or "toy", "cpu", b"selftest", print_)
+
+    def digest(self) -> int:
+        return noise.digest(self._master, self._key)
+
+    def apply(self, entries: Sequence[Entry]) -> list[int]:
+        digests = []
+        for entry in entries:
+            step = ledger.step_of(self._lock, entry)
+            if step is not None:
+                a = noise.weighted_sum(step.seeds, step.c, self._key, 0, WIDTH)
+                self._master = noise.update(self._master, a, step.shift)
+            digests.append(self.digest())
+        return digests
+
+    def evaluate(self, unit: Unit, stop: Callable[[], bool], progress: Callable[[int], None]) -> ToyOutcome:
+        lock = self._lock
+        if unit.kind == Kind.MEMBER and unit.member in self._fail:
+            raise RuntimeError(f"member {unit.member} never works here")
+        self._take_time(stop, progress)
+        live = self._live(unit)
+        sums, scores = [], []
+        for start, count in lock.chunks_of(unit.kind)[unit.first : unit.last + 1]:
+            prompts = self._prompts(unit)[start : start + count]
+            rewards = [_reward(live, prompt) for prompt in prompts]
+            scores += rewards
+            sums.append(math.fsum(rewards))
+        evidence = hashlib.blake2b(struct.pack(f"<{len(scores)}d", *scores), digest_size=8).digest()
+        return ToyOutcome(tuple(sums), sum(r > -0.1 for r in scores), 0, len(scores), (1, 2, 3), evidence)
+
+    def close(self) -> None:
+        pass
+
+    def _take_time(self, stop: Callable[[], bool], progress: Callable[[int], None]) -> None:
+        began = time.monotonic()
+        while (spent := time.monotonic() - began) < self._seconds:
+            if stop():
+                raise Cancelled
+            progress(int(1000 * spent / self._seconds))
+            time.sleep(STEP_SECONDS)
+
+    def _live(self, unit: Unit) -> np.ndarray:
+        if unit.kind == Kind.PROBE:
+            return self._master
+        lock = self._lock
+        seed = seeds.member_seed(lock.run_id, unit.round, unit.member, lock.mirrored)
+        m = noise.integers(seed, self._key, 0, WIDTH)
+        sign = seeds.member_sign(unit.member, lock.mirrored)
+        return noise.perturb(self._master, m, lock.sigma_at(unit.round), sign, "float32")
+
+    def _prompts(self, unit: Unit) -> list[int]:
+        lock = self._lock
+        if unit.kind == Kind.PROBE:
+            return list(range(lock.heldout_prompts))
+        return seeds.prompts_of_round(lock.run_id, unit.round, lock.per_round, lock.train_prompts)
+
+
+def _reward(live: np.ndarray, prompt: int) -> float:
+    target = ((np.arange(WIDTH) * 7 + prompt) % 13 - 6) / 16.0
+    return -math.fsum((live.astype(np.float64) - target) ** 2) / WIDTH
+
+
+def load(run: Path, lock: Lock, threads: int, backend: str | None) -> ToyWorkshop:
+    """The loader of `python -m esnode.daemon --loader tests.toy_engine:load`."""
+    return ToyWorkshop(lock, backend)
