@@ -150,7 +150,8 @@ class LedgerFile:
         self.path = Path(path)
         self.cut: Damage | None = None
         new = not self.path.exists()
-        self._file = open(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644), "r+b")  # noqa: SIM115
+        # Unbuffered: after a failed write nothing may linger that a later flush would bring out.
+        self._file = open(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644), "r+b", 0)  # noqa: SIM115
         try:
             if new:
                 _sync_folder(self.path.parent)
@@ -189,19 +190,20 @@ class LedgerFile:
     def _rewrite_from(self, offset: int, data: bytes) -> None:
         self._file.seek(offset)
         self._file.truncate()
-        self._file.write(data)
-        self._sync()
+        self._write(data)
 
-    def _sync(self) -> None:
-        self._file.flush()
+    def _write(self, data: bytes) -> None:
+        """All of it, to the disk."""
+        rest = memoryview(data)
+        while rest:
+            rest = rest[self._file.write(rest) :]
         os.fsync(self._file.fileno())
 
     def append(self, *raws: bytes) -> None:
         """Write entries behind the others and flush them to disk. An OSError leaves the file as it was."""
         end = self._file.tell()
         try:
-            self._file.write(b"".join(raws))
-            self._sync()
+            self._write(b"".join(raws))
         except OSError:
             self._file.truncate(end)
             self._file.seek(end)

@@ -148,7 +148,9 @@ def _flatten(tables: Mapping[str, Any]) -> dict[str, Any]:
                 f"{path} = {_shown(value)}: must be a table, written [{path}] on a line of its own"
             )
         else:
-            pending += [(f"{path}.{key}" if path else key, value[key]) for key in reversed(value)]
+            for key in reversed(value):
+                name = key if "." not in key else f'"{key}"'  # a quoted dot must not pass for a table
+                pending.append((f"{path}.{name}" if path else name, value[key]))
     return found
 
 

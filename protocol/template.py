@@ -6,7 +6,6 @@ Pure. The numbers per task were measured or published; what a task does not stat
 from __future__ import annotations
 
 import difflib
-import textwrap
 from typing import Any
 
 from protocol.plan import PlanError, default_of, parse, render_value
@@ -106,7 +105,7 @@ def _tables(stated: dict[str, Any]) -> list[str]:
                 lines += [f"[{OPTIONS}]", "# the task's own options", ""]
             table = row.table
             lines.append(f"[{table}]")
-        lines += textwrap.wrap(row.meaning, 100, initial_indent="# ", subsequent_indent="# ")
+        lines.append(f"# {row.meaning}")
         value = stated[row.key] if row.key in stated else default_of(row)
         lines.append(f"{'' if row.key in stated else '# '}{row.key} = {render_value(value)}")
         if row is FIELDS[-1] or FIELDS[FIELDS.index(row) + 1].table != table:

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import math
 import random
+import resource
 import time
 from pathlib import Path
 from typing import Any
@@ -612,20 +613,20 @@ def test_a_journal_that_lacks_entries_is_refused(tmp_path: Path) -> None:
     assert foreign.read_text() == "something else entirely"
 
 
-def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    """The system refuses bytes in the middle of an entry, as a full disk does."""
     writer = small_ledger()
     path = tmp_path / "run.ledger"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with LedgerFile(path) as file:
         file.append(writer.chain.entries[0].raw)
         before = path.read_bytes()
-        with monkeypatch.context() as patched:
-
-            def full(_: int) -> None:
-                raise OSError(28, "No space left on device")
-
-            patched.setattr("os.fsync", full)
-            with pytest.raises(OSError, match="No space"):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 20, limits[1]))
+        try:
+            with pytest.raises(OSError, match="too large"):
                 file.append(writer.chain.entries[1].raw)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert path.read_bytes() == before
         file.append(*(entry.raw for entry in writer.chain.entries[1:]))
     assert read(path).ended

@@ -107,6 +107,7 @@ def test_a_plan() -> None:
         ("[ops]", "[opps]", "opps is an unknown field: did you mean [ops]?"),
         ("rounds = 15", "rounds = 15\nsigma = 1", "ops.sigma is not a field of [ops]: sigma belongs in [run"),
         ("[run]", "rounds = 3\n[run]", "rounds is not a field of the file's top: rounds belongs in [ops]"),
+        ("[run]", '[run]\n"es.clip" = 1.0', 'run."es.clip" is an unknown field'),
         ("[run]", "zzz = 3\n[run]", "zzz is an unknown field: remove it"),
         ('task = "short-answers"', "", "run.task is missing"),
         ('task = "short-answers"', 'task = {name = "x"}', "the task's own options go into [run.options]"),
