@@ -82,19 +82,23 @@ def settle(folder: RunFolder, request: Request, tell: Tell) -> Lock:
     return lock
 
 
-def _adjust(folder: RunFolder, request: Request) -> None:
-    """Take the flags that may change while a run lasts; refuse the others."""
+def require_resumable(request: Request) -> None:
+    """Refuse flags that a run which exists cannot follow any more; --rounds may change while it lasts."""
     for flag, value in (("--plan", request.plan), ("--task", request.task), ("--model", request.model)):
         if value is not None:
             raise RequestError(
-                f"{flag} cannot change a run that exists: {folder.path} is locked to its plan. "
+                f"{flag} cannot change a run that exists, it is locked to its plan. "
                 "Start another run, or fork this one (`esnode fork --help`)."
             )
-    if request.rounds is not None:
-        written = plan.parse(folder.plan.read_text(encoding="utf-8"))
-        if written.ops.rounds != request.rounds:
-            wanted = plan.changed(written, rounds=request.rounds)
-            write_file(folder.plan, plan.render(wanted).encode())
+
+
+def _adjust(folder: RunFolder, request: Request) -> None:
+    """Write changed operating settings into the plan."""
+    if request.rounds is None:
+        return
+    written = plan.parse(folder.plan.read_text(encoding="utf-8"))
+    if written.ops.rounds != request.rounds:
+        write_file(folder.plan, plan.render(plan.changed(written, rounds=request.rounds)).encode())
 
 
 def _lock(folder: RunFolder, tell: Tell) -> Lock:

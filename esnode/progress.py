@@ -80,8 +80,8 @@ def line(row: Round, held: HeldOut | None, costs: Costs, rounds: int) -> str:
 
 
 @contextmanager
-def bars(console: Console) -> Iterator[Tell]:
-    """A progress bar per step in a terminal, one line per step elsewhere."""
+def bars(console: Console, say: bool = True) -> Iterator[Tell]:
+    """A progress bar per step in a terminal; elsewhere one line per step, or nothing when not to `say` so."""
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
     with Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal) as shown:
         steps: dict[str, TaskID] = {}
@@ -89,7 +89,7 @@ def bars(console: Console) -> Iterator[Tell]:
         def tell(what: str, done: int, total: int) -> None:
             if what not in steps:
                 steps[what] = shown.add_task(what, total=total)
-                if not console.is_terminal:
+                if say and not console.is_terminal:
                     console.print(what)
             shown.update(steps[what], completed=done, total=total)
 

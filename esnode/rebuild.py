@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from esnode import ancestry
 from protocol import ledger as ledger_file
 from protocol.errors import UserError
-from protocol.ledger import Chain, Damage, Entry, EntryKind
+from protocol.ledger import Chain, Damage, Entry
 from protocol.lock import Lock
 
 if TYPE_CHECKING:
@@ -207,14 +207,13 @@ def _engine(lock: Lock, folder: Path, threads: int | None, backend: str | None) 
 
 
 def _state(lock: Lock, folder: Path, threads: int | None, backend: str | None) -> Weights:
-    import numba
-
     from esnode import kernels
     from esnode.state import State
 
+    chosen = kernels.pick("cpu", backend)
     if threads:
-        numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
-    return State.load(lock, folder, kernels.pick("cpu", backend))
+        chosen.threads = threads
+    return State.load(lock, folder, chosen)
 
 
 def advance(rebuilt: Rebuilt, round: int, tell: Tell = silent) -> Rebuilt:
@@ -240,28 +239,16 @@ def _require_start(lock: Lock, digest: int, model: ModelFolder) -> None:
         )
 
 
-def entries_between(chain: Chain, first: int, last: int) -> list[Entry]:
-    """The entries that lead from the weights after `first` commits to those after `last`."""
-    heights = [
-        0,
-        *(height for height, entry in enumerate(chain.entries, 1) if entry.kind is EntryKind.COMMIT),
-    ]
-    return chain.entries[heights[first] : heights[last]]
-
-
 def replay(weights: Weights, chain: Chain, first: int, last: int, tell: Tell = silent) -> int:
     """Fold the rounds `first` to `last` into the weights; returns how many stated digests were met.
 
-    WrongWeights at the first round after which the weights are not those the ledger records.
+    Only commits move weights, so only they are folded. WrongWeights at the first round after which the
+    weights are not those the ledger records.
     """
-    entries = entries_between(chain, first, last)
     compared = 0
-    done = first
-    for batch in _batches(entries):
-        digests = weights.apply(batch)
-        done += sum(entry.kind is EntryKind.COMMIT for entry in batch)
-        for entry, digest in zip(batch, digests, strict=True):
-            state = entry.round + (entry.kind is EntryKind.COMMIT)
+    for start in range(first, last, FUSED):
+        batch = chain.commits[start : min(start + FUSED, last)]
+        for state, digest in enumerate(weights.apply(batch), start=start + 1):
             stated = chain.digest_at(state)
             if stated is not None and stated != digest:
                 raise WrongWeights(
@@ -269,22 +256,9 @@ def replay(weights: Weights, chain: Chain, first: int, last: int, tell: Tell = s
                     f"states {stated:016x}. This machine's arithmetic differs (see `esnode doctor`), or the "
                     "ledger was made by other code."
                 )
-            compared += stated is not None and entry.kind is EntryKind.COMMIT
-        tell("replaying rounds", done, last)
+            compared += stated is not None
+        tell("replaying rounds", start + len(batch), last)
     return compared
-
-
-def _batches(entries: Sequence[Entry]) -> list[list[Entry]]:
-    """Consecutive entries with at most `FUSED` commits each."""
-    batches: list[list[Entry]] = []
-    commits = FUSED
-    for entry in entries:
-        commits += entry.kind is EntryKind.COMMIT
-        if commits > FUSED:
-            batches.append([])
-            commits = int(entry.kind is EntryKind.COMMIT)
-        batches[-1].append(entry)
-    return batches
 
 
 @dataclass(frozen=True, slots=True)

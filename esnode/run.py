@@ -60,11 +60,11 @@ def run(request: Request, console: Console) -> int:
 def choose(request: Request) -> RunFolder:
     """The folder to work in: the one named, the newest one (`--resume` alone), or a new one under runs/."""
     if request.resume:
+        begin.require_resumable(request)
         return folder.open_run(request.out or newest(RUNS))
+    task = plan.parse(begin.draft(request)).task  # refuses a bad plan before anything is created
     if request.out is not None:
         return folder.create(request.out)
-    text = begin.draft(request)  # refuse a bad plan before anything is created
-    task = plan.parse(text).task
     name = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in Path(task).stem)
     return folder.create(RUNS / f"{name}-{datetime.now():%Y%m%d-%H%M%S}")
 

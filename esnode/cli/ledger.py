@@ -32,12 +32,12 @@ THREADS = click.option(
 
 
 def told() -> AbstractContextManager[Tell]:
-    """Progress bars on stderr, so that stdout stays the result."""
+    """Progress bars on stderr, so that stdout stays the result; nothing where stderr is no terminal."""
     from rich.console import Console
 
     from esnode import progress
 
-    return progress.bars(Console(stderr=True))
+    return progress.bars(Console(stderr=True), say=False)
 
 
 @click.command()
@@ -118,7 +118,8 @@ def export(ledger: Path, base: str | None, round_: int | None, threads: int | No
     from esnode import export as writing
     from esnode import rebuild
 
-    writing.require_target(to)
+    if to.exists():  # before minutes of work, not after
+        raise writing.ExportError(f"{to} exists already: remove it or name another folder.")
     with told() as tell:
         rebuilt = rebuild.at(ledger, round_, base, runnable=False, threads=threads, tell=tell)
     writing.write(rebuilt.weights, rebuilt.lock, rebuilt.model.path, to)
