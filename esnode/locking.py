@@ -1,0 +1,200 @@
+"""From a plan to the lock that all replicas agree on, and from a lock back to ready prompts and scorer.
+
+`resolve` does it once, where the run is started; every step is told. `prepare` and `scorer` do it on every
+node, and refuse in one sentence what would silently make a node's rewards differ: other data, other scorer
+code, other package versions, other token ids. Called by `begin.py`, `planfile.py`, `fork.py`, `workshop.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+
+from esnode import manifest, models, prompts, tasks
+from esnode.models import ModelFolder
+from esnode.prompts import SPLITS, Prepared
+from esnode.scoring import Scorer
+from esnode.tasks import Task
+from protocol.errors import UserError
+from protocol.lock import Lock, Parent, TensorSpec, resolve_slice
+from protocol.plan import Plan
+
+Tell = Callable[[str, int, int], None]  # (what, done, total)
+
+
+class LockingError(UserError):
+    """A plan that cannot become a lock: the sentence names the field and what to write instead."""
+
+
+class Mismatch(UserError):
+    """This node would measure something else than the run's other nodes; the sentence says what differs."""
+
+
+def silent(what: str, done: int, total: int) -> None:
+    """The `Tell` of somebody who does not want to know."""
+
+
+def resolve(
+    plan: Plan,
+    *,
+    trusted: Sequence[str],
+    data: bytes | None = None,
+    parent: Parent | None = None,
+    progress: Tell = silent,
+    code: Path | None = None,
+) -> tuple[Lock, bytes, ModelFolder]:
+    """The lock of a plan, the task's data blob and the model's folder.
+
+    `trusted` are the signing keys (hex) when the plan names none. `data` is a blob made before, to be used
+    instead of making it again; `parent` the state a fork starts from, whose digest becomes the lock's; `code`
+    the folder that `python:` tasks may be loaded from. Raises what resolving the model, the task and the
+    prompts raises, LockingError.
+    """
+    model = models.resolve(plan.model, lambda message: progress(message, 0, 1))
+    with _step(progress, f"making the data of task {plan.task}"):
+        blob = data if data is not None else tasks.materialise(plan.task, plan.task_options, code=code)
+        spec, options = tasks.header(blob)
+        if spec != plan.task:
+            raise LockingError(f"run.task = {plan.task!r}: the data at hand was made for {spec!r}")
+        task = tasks.open_task(spec, options, blob, code=code)
+    max_new_tokens = plan.max_new_tokens or task.max_new_tokens
+    with _step(progress, "tokenising the prompts"):
+        prepared = prompts.prepare(model.path, task, plan.date, max_new_tokens)
+        per_round, chunk = _slice(plan, task)
+    base, digest, specs = _weights(plan, model, parent, progress)
+    lock = Lock(
+        model=model.label,
+        base=base,
+        digest=digest,
+        manifest=tuple(specs),
+        parent=parent,
+        task=spec,
+        task_options=options,
+        data=hashlib.sha256(blob).hexdigest(),
+        scorer=tasks.scorer_digest(spec, code),
+        packages=versions(task),
+        date=plan.date,
+        train_prompts=len(task.train),
+        heldout_prompts=len(task.heldout),
+        train_tokens=prepared.digest("train"),
+        heldout_tokens=prepared.digest("heldout"),
+        stop_ids=prepared.stop_ids,
+        reward_low=task.low,
+        reward_high=task.high,
+        per_round=per_round,
+        chunk=chunk,
+        max_new_tokens=max_new_tokens,
+        trusted=plan.trusted or tuple(trusted),
+        **{name: getattr(plan, name) for name in _AS_PLANNED},
+    )
+    return lock, blob, model
+
+
+_AS_PLANNED = (
+    "members", "mirrored", "sigma", "alpha", "shaping", "clip", "std_floor", "update", "include", "exclude",
+    "live_dtype", "master", "repeatable", "temperature", "top_p",
+)  # fmt: skip
+
+
+class _step:
+    """Tells the start of one step, and its end if it succeeds."""
+
+    def __init__(self, progress: Tell, what: str) -> None:
+        self._tell = lambda done: progress(what, done, 1)
+
+    def __enter__(self) -> None:
+        self._tell(0)
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if kind is None:
+            self._tell(1)
+
+
+def _slice(plan: Plan, task: Task) -> tuple[int, int]:
+    if plan.per_round > len(task.train):
+        raise LockingError(
+            f"run.prompts.per_round = {plan.per_round}: task {plan.task!r} has {len(task.train)} training "
+            "prompts; write 0 for all of them"
+        )
+    return resolve_slice(plan.per_round, plan.chunk, len(task.train))
+
+
+def _weights(
+    plan: Plan, model: ModelFolder, parent: Parent | None, progress: Tell
+) -> tuple[str, int, list[TensorSpec]]:
+    """Base digest, D of the state the run starts from, and the manifest."""
+    with _step(progress, "hashing the base model"):
+        specs = manifest.read(model.path, plan.include, plan.exclude)
+        base = manifest.base_digest(model.path, specs)
+    if parent is not None:
+        return base, parent.digest, specs
+    from esnode import kernels  # loads torch; forks do without
+
+    with _step(progress, "taking the digest of the start"):
+        return base, manifest.state_digest(model.path, specs, kernels.pick("cpu"), plan.master), specs
+
+
+def versions(task: Task) -> dict[str, str]:
+    """Installed versions of the packages that the scores depend on; LockingError names a missing one."""
+    found = {}
+    for package in task.packages:
+        version = _installed(package)
+        if version is None:
+            raise LockingError(
+                f"task {task.name!r} is scored with {package}, which is not installed: pip install {package}"
+            )
+        found[package] = version
+    return found
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+# ---------------------------------------------------------------- on a node
+
+
+def prepare(lock: Lock, folder: Path, data: bytes, *, code: Path | None = None) -> Prepared:
+    """The lock's task as token ids of the model in `folder`, all compared with the lock. Raises Mismatch."""
+    if hashlib.sha256(data).hexdigest() != lock.data:
+        raise Mismatch(
+            f"the data of task {lock.task!r} is not the run's: copy task.jsonl from its run folder"
+        )
+    task = tasks.open_task(lock.task, lock.task_options, data, code=code)
+    if tasks.scorer_digest(lock.task, code) != lock.scorer:
+        raise Mismatch(
+            f"this esnode scores task {lock.task!r} with other code than the run was locked with: install "
+            "the same version of esnode"
+        )
+    for package, version in lock.packages.items():
+        here = _installed(package)
+        if here != version:
+            raise Mismatch(
+                f"the run is scored with {package} {version}, this node has {here or 'none'}: "
+                f"pip install '{package}=={version}'"
+            )
+    prepared = prompts.prepare(folder, task, lock.date, lock.max_new_tokens)
+    check(lock, prepared)
+    return prepared
+
+
+def check(lock: Lock, prepared: Prepared) -> None:
+    """Raise Mismatch unless the token ids are those that the lock pins."""
+    for split, pinned in zip(SPLITS, (lock.train_tokens, lock.heldout_tokens), strict=True):
+        if prepared.digest(split) != pinned:
+            here = ", ".join(f"{name} {metadata.version(name)}" for name in ("transformers", "tokenizers"))
+            raise Mismatch(
+                f"the {split} prompts give other token ids here than in the run: the tokenizer files or "
+                f"their library differ (here {here}). Use the run's model folder and versions."
+            )
+
+
+def scorer(lock: Lock, data: bytes, *, code: Path | None = None) -> Scorer | None:
+    """The scoring process of the lock's task, not started; None where none is needed. Close it when done."""
+    made = Scorer(lock.task, lock.task_options, data, code=code)
+    return made if made.task.mode == "generate" else None
