@@ -259,7 +259,7 @@ def check(folder: str | Path, lock: Lock) -> list[TensorSpec]:
     what = f"{folder} is not the base model {lock.model!r} of this run: "
     remedy = " Name the folder, GGUF file or hub id that the run was started from."
     for name in sorted(set(files) ^ set(locked)):
-        which = "it lacks" if name in locked else "it has besides the run's tensors"
+        which = "it lacks" if name in locked else "it also holds"
         raise WrongBase(f"{what}{which} {name}.{remedy}")
     for name, tensor in files.items():
         if tensor.shape != locked[name].shape:

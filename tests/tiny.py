@@ -79,8 +79,11 @@ def write(
     """
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config(kind, **changes))
-    for parameter in model.parameters():
-        parameter.data = torch.randn_like(parameter) * 0.1 + (1.0 if parameter.dim() == 1 else 0.0)
+    for name, parameter in model.named_parameters():
+        scale = (
+            0.1 if parameter.dim() == 1 or "embed" in name else 0.3
+        )  # layers that outweigh the residual path
+        parameter.data = torch.randn_like(parameter) * scale + (1.0 if parameter.dim() == 1 else 0.0)
     model.to(dtype).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return folder

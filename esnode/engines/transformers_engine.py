@@ -1,0 +1,207 @@
+"""The engine on Hugging Face transformers: one replica and its decoder in this process.
+
+Called by `worker.py`, `rebuild.py` and `evaluate.py` through `engines/interface.py`; only `load` is specific.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import transformers
+
+from esnode import kernels as kernel_registry
+from esnode import memory, slicemap
+from esnode.engines.decode import Decoder, limits
+from esnode.engines.interface import MemoryPlan, Sampling, StopCheck, never
+from esnode.kernels.interface import Kernels
+from esnode.manifest import WrongBase, check
+from esnode.replica import Replica, memory_plan
+from esnode.state import DTYPES
+from protocol.ledger import Entry
+from protocol.lock import Lock
+
+if TYPE_CHECKING:
+    from protocol.ledger import Chain
+
+BATCH_BYTES = {"cpu": 2 << 30, "cuda": 8 << 30}  # what one batch may need; part of the fingerprint
+# Flags of /proc/cpuinfo that stand for matrix products faster in the live dtype than in float32.
+FAST = {
+    "bfloat16": ("avx512_bf16", "amx_bf16", "bf16", "svebf16"),
+    "float16": ("avx512_fp16", "amx_fp16", "asimdhp"),
+    "float32": (),
+}
+
+Report = Callable[[MemoryPlan], None]
+
+
+def silent(plan: MemoryPlan) -> None:
+    """The taker of memory plans of somebody who does not want them."""
+
+
+class TransformersEngine:
+    """One replica, its model and its decoder. Not thread-safe: one caller at a time."""
+
+    def __init__(
+        self,
+        lock: Lock,
+        replica: Replica,
+        decoder: Decoder,
+        kernels: Kernels,
+        fingerprint: bytes,
+        plan: MemoryPlan,
+    ) -> None:
+        self.lock = lock
+        self.memory_plan = plan
+        self._replica = replica
+        self._decoder = decoder
+        self._kernels = kernels
+        self._fingerprint = fingerprint
+
+    @property
+    def fingerprint(self) -> bytes:
+        """8 bytes over everything that may change an answer; thread counts do not."""
+        return self._fingerprint
+
+    @property
+    def backend(self) -> str:
+        """Name of the kernel implementation in use."""
+        return self._kernels.name
+
+    @property
+    def broken(self) -> tuple[int, ...]:
+        """Rows of the last `generate` or `loglik` whose logits were NaN or infinite: their answers are worth
+        the task's floor. `generate` gave them [], `loglik` -inf."""
+        return self._decoder.broken
+
+    def perturb(self, seed: int, sigma: float, sign: int) -> None:
+        """Live weights become master + sign * sigma * eps(seed)."""
+        self._replica.perturb(seed, sigma, sign)
+
+    def restore(self) -> None:
+        """Live weights become the rounded master."""
+        self._replica.restore()
+
+    def apply(self, entries: Sequence[Entry]) -> list[int]:
+        """Fold ledger entries into the master in one pass; D after each. Live weights become the rounded
+        master.
+        """
+        return self._replica.apply(entries)
+
+    def replay(self, chain: Chain, upto: int) -> int:
+        """Fold the first `upto` rounds of an ancestor's chain (a fork's parent); D after them."""
+        return self._replica.replay(chain, upto)
+
+    def digest(self) -> int:
+        """D of the master."""
+        return self._replica.digest()
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        streams: Sequence[int],
+        stop: StopCheck = never,
+    ) -> list[list[int]]:
+        """New token ids per prompt, stop id excluded. `streams[k]` (u64) keys row k's random stream when
+        sampling.
+        """
+        return self._decoder.generate(prompts, sampling, streams, stop)
+
+    def loglik(
+        self, prompts: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], stop: StopCheck = never
+    ) -> list[float]:
+        """Sum of log p(target tokens | prompt) per row, teacher-forced, in nats."""
+        return self._decoder.loglik(prompts, targets, stop)
+
+    def read(self, name: str) -> np.ndarray:
+        """float32 copy of one stored tensor's master (or frozen value), full shape, for export."""
+        return self._replica.read(name)
+
+
+def load(
+    lock: Lock,
+    folder: str | Path,
+    *,
+    threads: int | None = None,
+    backend: str | None = None,
+    device: str | None = None,
+    compute: str | None = None,
+    report: Report = silent,
+) -> TransformersEngine:
+    """The lock's base model in a ready engine. For a fork, `replay` the parents' chains next.
+
+    `threads` None leaves torch's setting; `backend` names a kernel implementation; `device` None takes a GPU
+    where there is one; `compute` overrides the dtype of the model's arithmetic, by default the live dtype
+    where the CPU is fast in it and float32 (on the same rounded weights) where it is not. `report` is told
+    the memory plan before anything is allocated. Raises manifest.WrongBase, memory.MemoryShort,
+    slicemap.SliceError, state.StateError.
+    """
+    folder = Path(folder)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if threads:
+        torch.set_num_threads(threads)
+    arithmetic = DTYPES[compute or compute_dtype(lock.live_dtype, device)]
+    specs = check(folder, lock)
+    work = BATCH_BYTES[_kind(device)] // 4  # usual batches stay far below the bound of one
+    plan = memory_plan(lock, arithmetic, work, memory.available(device))
+    report(plan)
+    memory.require(plan, lock.model)
+
+    kernels = kernel_registry.pick(device, backend)
+    model, views = slicemap.build(folder, specs, arithmetic, device)
+    replica = Replica(model, views, lock, folder, kernels, device=device)
+    if lock.parent is None and replica.digest() != lock.digest:
+        raise WrongBase(
+            f"{folder} is not the base model {lock.model!r} of this run: its digest is "
+            f"{replica.digest():016x}, the "
+            f"run starts from {lock.digest:016x}. Name the folder, GGUF file or hub id the run was "
+            f"started from."
+        )
+    bound = BATCH_BYTES[_kind(device)]
+    decoder = Decoder(model, limits(model, bound), device)
+    return TransformersEngine(lock, replica, decoder, kernels, _fingerprint(lock, device, arithmetic), plan)
+
+
+def compute_dtype(live_dtype: str, device: str = "cpu") -> str:
+    """The dtype to compute in: the live one on GPUs and on CPUs with instructions for it, else float32."""
+    if _kind(device) != "cpu" or live_dtype == "float32":
+        return live_dtype
+    return live_dtype if _cpu_flags() & set(FAST[live_dtype]) else "float32"
+
+
+def _cpu_flags() -> set[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return (
+            {"bf16", "asimdhp"} if platform.machine() == "arm64" else set()
+        )  # Apple: M1 has fp16, bf16 is emulated
+    found: set[str] = set()
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            found.update(value.split())
+    return found
+
+
+def _kind(device: str) -> str:
+    return device.partition(":")[0]
+
+
+def _fingerprint(lock: Lock, device: str, compute: torch.dtype) -> bytes:
+    name = (
+        torch.cuda.get_device_name(device)
+        if _kind(device) == "cuda"
+        else torch.backends.cpu.get_cpu_capability()
+    )
+    parts = (
+        "transformers engine 1", torch.__version__, transformers.__version__, lock.live_dtype, str(compute),
+        _kind(device), name, "chunk" if lock.repeatable else "unit", str(BATCH_BYTES[_kind(device)]),
+    )  # fmt: skip
+    return hashlib.blake2b("|".join(parts).encode(), digest_size=8).digest()

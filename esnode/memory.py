@@ -1,0 +1,89 @@
+"""How much memory there is, and whether a replica fits: told before anything is allocated.
+
+Called by `engines/transformers_engine.py` and `doctor.py`. Linux: /proc and cgroup limits; elsewhere unknown.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from esnode.engines.interface import MemoryPlan
+from protocol.errors import UserError
+
+UNKNOWN = 1 << 62  # where the system does not say, nothing is refused
+_PROC = Path("/proc")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+class MemoryShort(UserError):
+    """A model that does not fit into the memory there is."""
+
+
+def available(device: str = "cpu") -> int:
+    """Bytes that can be allocated now: the least of the system's and the control groups' free memory."""
+    if device != "cpu":
+        import torch
+
+        return int(torch.cuda.mem_get_info(device)[0])
+    return min([_system(), *_control_groups()])
+
+
+def _system() -> int:
+    try:
+        lines = (_PROC / "meminfo").read_text().splitlines()
+    except OSError:
+        return UNKNOWN
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    return int(fields["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in fields else UNKNOWN
+
+
+def _control_groups() -> list[int]:
+    """Room left in every group this process is in, version 2 and 1; page cache counts as room, as it is given
+    up.
+    """
+    try:
+        lines = (_PROC / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    rooms = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, names = _CGROUP, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            root = _CGROUP / "memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        folder = root / path.lstrip("/")
+        for group in (folder, *folder.parents):
+            rooms.append(_room(group, *names))
+            if group == root:
+                break
+    return rooms
+
+
+def _room(group: Path, limit: str, used: str, cache: str) -> int:
+    try:
+        most = (group / limit).read_text().strip()
+        now = int((group / used).read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return UNKNOWN
+    return UNKNOWN if most == "max" else max(0, int(most) - now + int(stat.get(cache, 0)))
+
+
+def require(plan: MemoryPlan, model: str) -> None:
+    """MemoryShort, with the sums, when the plan needs more than is available."""
+    if plan.total > plan.available:
+        raise MemoryShort(
+            f"{model} needs {_gb(plan.total)} of memory (master {_gb(plan.master)}, live weights "
+            f"{_gb(plan.live)}, work "
+            f"{_gb(plan.other)}) and {_gb(plan.available)} are free. Use a smaller model, master = "
+            f'"bfloat16", or train '
+            "fewer tensors ([run.train])."
+        )
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.1f} GB"

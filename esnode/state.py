@@ -1,0 +1,221 @@
+"""The state of a run: the master of every trained tensor, folded forward by ledger entries. Never perturbed
+(law L3).
+
+Needs no model, only the checkpoint's files, so a ledger can be replayed and exported without one.
+`replica.py` adds the live weights of a model. "State arrays" are plural in law and format; the master is the
+only one so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from esnode import manifest
+from esnode.kernels.interface import Kernels, Region
+from protocol import noise, seeds
+from protocol.errors import UserError
+from protocol.ledger import Entry, step_of
+from protocol.lock import Lock, TensorSpec
+
+if TYPE_CHECKING:
+    from protocol.ledger import Chain
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+FP16_LIMIT = 32768.0  # a perturbed weight must stay below fp16's 65504
+FUSED = 8  # commits per pass over the weights in `replay`
+U64 = 1 << 64
+
+Frozen = Callable[[TensorSpec, NDArray[Any]], None]
+Visit = Callable[["Part"], None]
+
+
+class StateError(UserError):
+    """Weights that cannot be trained as asked, or a ledger that does not lead to the state it claims."""
+
+
+class TornState(RuntimeError):
+    """An update was interrupted half-way: this state is of no round and must be loaded again."""
+
+
+@dataclass(slots=True)
+class Part:
+    """One trained tensor: `master` is 1-D fp32 or bf16, `region` its place in the full tensor."""
+
+    spec: TensorSpec
+    key: int
+    region: Region
+    master: torch.Tensor
+
+
+def ignore(spec: TensorSpec, values: NDArray[Any]) -> None:
+    """The taker of frozen tensors of somebody who has no model."""
+
+
+def nothing(part: Part) -> None:
+    """The visitor of somebody who has no live weights to renew."""
+
+
+class State:
+    """The masters of one run in one process. Not thread-safe."""
+
+    def __init__(
+        self, lock: Lock, folder: str | Path, kernels: Kernels, parts: list[Part], digest: int
+    ) -> None:
+        self.lock = lock
+        self.folder = Path(folder)
+        self.kernels = kernels
+        self.parts = parts
+        self._by_name = {part.spec.name: part for part in parts}
+        self._digest = digest
+        self._torn = False
+
+    @classmethod
+    def load(
+        cls,
+        lock: Lock,
+        folder: str | Path,
+        kernels: Kernels,
+        *,
+        device: str = "cpu",
+        frozen: Frozen = ignore,
+        visit: Visit = nothing,
+    ) -> State:
+        """The base checkpoint's state, read tensor by tensor; each master is handed to `visit`, each other
+        tensor to `frozen`, as it comes.
+
+        The digest is that of the base: for a fork, `replay` the parents' chains next. manifest.WrongBase when
+        names or shapes are not the lock's, StateError when a weight is too large for float16.
+        """
+        specs = manifest.check(folder, lock)
+        parts, digest = [], 0
+        for spec, values in manifest.tensors(folder, specs):
+            if lock.live_dtype == "float16" and values.dtype == np.float32:
+                _require_small(spec, values)
+            if not spec.trained:
+                frozen(spec, values)
+                continue
+            master = _master(values, lock.master).to(device)
+            part = Part(spec, seeds.tensor_key(spec.name), Region.whole(values.size), master)
+            digest += kernels.digest(part.master, part.key, part.region)
+            parts.append(part)
+            visit(part)
+        return cls(lock, folder, kernels, parts, digest % U64)
+
+    def digest(self) -> int:
+        """D of the master, kept up to date by every update."""
+        self.require_whole()
+        return self._digest
+
+    def recompute_digest(self) -> int:
+        """D taken afresh from the masters in memory: differs from `digest()` only when memory was damaged."""
+        self.require_whole()
+        parts = self.parts
+        return sum(self.kernels.digest(part.master, part.key, part.region) for part in parts) % U64
+
+    def apply(self, entries: Sequence[Entry], visit: Visit = nothing, lock: Lock | None = None) -> list[int]:
+        """Fold entries into the masters, all of them in one pass over memory; D after each.
+
+        Entries that move nothing repeat the D before them. `visit` sees each tensor right after its update.
+        `lock` is the lock of the entries' chain when it is not this run's (a parent's).
+        """
+        self.require_whole()
+        steps = [step_of(lock or self.lock, entry) for entry in entries]
+        moving = [step for step in steps if step is not None]
+        after = iter(self._update(moving, visit) if moving else ())
+        digests = []
+        for step in steps:
+            if step is not None:
+                self._digest = next(after)
+            digests.append(self._digest)
+        return digests
+
+    def _update(self, steps: Sequence[Any], visit: Visit) -> list[int]:
+        self._torn = True  # stays so when anything below raises, an interrupt included
+        totals = [0] * len(steps)
+        for part in self.parts:
+            digests = self.kernels.update(part.master, steps, part.key, part.region)
+            totals = [total + digest for total, digest in zip(totals, digests, strict=True)]
+            visit(part)
+        self._torn = False
+        return [total % U64 for total in totals]
+
+    def replay(self, chain: Chain, upto: int, visit: Visit = nothing) -> int:
+        """Fold the first `upto` rounds of an ancestor's chain; D after them.
+
+        The state must be the one that chain starts from. StateError when it is not, when the ancestor trained
+        other tensors or in another master dtype, or when a digest stated in the chain is not met.
+        """
+        theirs, ours = chain.lock, self.lock
+        if theirs.master != ours.master:
+            raise StateError(
+                f"a fork keeps its parent's master dtype: {theirs.master} there, {ours.master} here."
+            )
+        trained = {spec.name for spec in theirs.manifest if spec.trained} ^ set(self._by_name)
+        if trained:
+            raise StateError(
+                f"a fork trains the tensors its parent trained; {sorted(trained)[0]} is in one only."
+            )
+        if self.digest() != theirs.digest:
+            raise StateError(
+                f"the state to replay on has digest {self.digest():016x}, the parent's ledger starts from "
+                f"{theirs.digest:016x}. Give all ancestors, the oldest first."
+            )
+        batch: list[Entry] = []
+        for entry in chain.commits[:upto]:
+            batch.append(entry)
+            if len(batch) == FUSED:
+                self._replay_batch(chain, batch, visit)
+                batch = []
+        self._replay_batch(chain, batch, visit)
+        return self.digest()
+
+    def _replay_batch(self, chain: Chain, batch: Sequence[Entry], visit: Visit) -> None:
+        for entry, digest in zip(batch, self.apply(batch, visit, chain.lock), strict=True):
+            stated = chain.digest_at(entry.round + 1)
+            if stated is not None and stated != digest:
+                raise StateError(
+                    f"after round {entry.round + 1} of the parent, replay gives digest {digest:016x}, its "
+                    f"ledger states "
+                    f"{stated:016x}. See `esnode doctor`."
+                )
+
+    def read(self, name: str) -> NDArray[np.float32]:
+        """float32 copy of a tensor's master, or of its stored value where it is frozen, in full shape.
+
+        KeyError for a name that is not in the manifest, ValueError for an integer tensor.
+        """
+        self.require_whole()
+        part = self._by_name.get(name)
+        if part is not None:
+            array = part.master.detach().to("cpu", torch.float32, copy=True).numpy()
+            return array.reshape(part.spec.shape)
+        tensor = manifest.stored(self.folder)[name]
+        return manifest.image(tensor).reshape(tensor.shape)
+
+    def require_whole(self) -> None:
+        if self._torn:
+            raise TornState("an update of the weights was interrupted half-way: load the replica again")
+
+
+def _master(values: NDArray[np.float32], dtype: str) -> torch.Tensor:
+    """The master of a float32 image; it takes over the array's memory when it is float32 too."""
+    if dtype == "float32":
+        return torch.from_numpy(values)
+    return torch.from_numpy(noise.round_bf16(values).view(np.int16)).view(torch.bfloat16)
+
+
+def _require_small(spec: TensorSpec, values: NDArray[np.float32]) -> None:
+    largest = float(np.abs(values).max(initial=0.0))
+    if largest > FP16_LIMIT:
+        raise StateError(
+            f'{spec.name} holds {largest:.0f}, too large for live_dtype = "float16" (limit '
+            f"{FP16_LIMIT:.0f}). Use "
+            '"bfloat16".'
+        )
