@@ -1,0 +1,531 @@
+"""Kernels: equal bits from every backend, however a tensor is cut, whatever the dtype, index and threads."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from esnode.kernels import (
+    KernelUnavailable,
+    SelftestFailed,
+    available,
+    create,
+    pick,
+    selftest,
+    selftest_digest,
+)
+from esnode.kernels.cpu import CpuKernels
+from esnode.kernels.interface import Region
+from protocol import noise
+from protocol.shaping import MAX_SUM, Step
+
+BACKENDS = ["reference", "cpu"]
+LIVE = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+TOP = 2**62
+STARTS = [0, 1, 31, 2**31 - 200, 2**32 - 200, 2**34 - 200, 2**34 + 77, 10**15, TOP - 5000]
+SIGMA = 0.0019989013671875
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def kernels(request):
+    return create(request.param)
+
+
+def bits(tensor: torch.Tensor) -> np.ndarray:
+    size = tensor.dtype.itemsize
+    flat = tensor.reshape(-1).view(torch.int16 if size == 2 else torch.int32)
+    return flat.numpy().view(np.uint16 if size == 2 else np.uint32)
+
+
+def law_bits(array: np.ndarray) -> np.ndarray:
+    return array.view(np.uint16 if array.dtype.itemsize == 2 else np.uint32)
+
+
+def weights(count: int, seed: int = 0) -> np.ndarray:
+    """float32 weights of many sizes, with zeros of both signs and exact bf16 ties among them."""
+    rng = np.random.default_rng(seed)
+    values = (rng.standard_normal(count) * 2.0 ** rng.integers(-26, 6, count)).astype(np.float32)
+    ties = values.view(np.uint32)[::7]
+    ties &= np.uint32(0xFFFF0000)
+    ties |= np.uint32(0x8000)
+    values[3::11] = 0.0
+    values[4::11] = -0.0
+    return values
+
+
+def steps_for(count: int, seed: int = 0) -> list[Step]:
+    draw = random.Random(seed)
+    steps = []
+    for _ in range(count):
+        n = draw.randint(1, 9)
+        share = MAX_SUM // n
+        c = tuple(draw.choice([draw.randint(-share, share), share, -share]) for _ in range(n))
+        seeds = tuple(draw.getrandbits(64) for _ in range(n))
+        steps.append(Step(seeds, c, draw.choice([8, 38, 43, 64, 96]), draw.getrandbits(64)))
+    return steps
+
+
+def law_update(values, steps, tid, start, narrow=False):
+    """Slow rounds on a contiguous run: final bits and the digest after each."""
+    state, digests = values, []
+    for step in steps:
+        a = noise.weighted_sum(step.seeds, step.c, tid, start, len(values))
+        if narrow:
+            state = noise.update_bf16(state, a, step.shift, step.rounding_seed, tid, start)
+            seen = (state.astype(np.uint32) << 16).view(np.float32)
+        else:
+            state = noise.update(state, a, step.shift)
+            seen = state
+        digests.append(noise.digest(seen, tid, start))
+    return law_bits(state), digests
+
+
+def sub_region(rows: int, columns: int, r0: int, r1: int, c0: int, c1: int, start: int) -> Region:
+    """Rows r0..r1 and columns c0..c1 of a rows x columns tensor whose first element has index `start`."""
+    return Region(start + r0 * columns + c0, r1 - r0, c1 - c0, columns)
+
+
+# --- equal to the law ---
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_fill(kernels, start):
+    count = min(3001, TOP - start)
+    out = torch.empty(count, dtype=torch.int32)
+    kernels.fill(2**64 - 3, 0xFFFFFFFF, Region.whole(count, start), out)
+    assert (out.numpy() == noise.integers(2**64 - 3, 0xFFFFFFFF, start, count)).all()
+
+
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("dtype", LIVE)
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("narrow", [False, True], ids=["fp32 master", "bf16 master"])
+def test_perturb_and_restore(kernels, start, dtype, sign, narrow):
+    values = weights(1703)
+    master = torch.from_numpy(values)
+    if narrow:
+        master = master.to(torch.bfloat16)
+        values = master.to(torch.float32).numpy()
+    live = torch.empty(1703, dtype=LIVE[dtype])
+    kernels.perturb(master, live, 17, 99, Region.whole(1703, start), SIGMA, sign)
+    m = noise.integers(17, 99, start, 1703)
+    assert (bits(live) == law_bits(noise.perturb(values, m, SIGMA, sign, dtype))).all()
+    kernels.restore(master, live)
+    assert (bits(live) == law_bits(noise.round_to(values, dtype))).all()
+
+
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("narrow", [False, True], ids=["fp32 master", "bf16 master"])
+def test_update_of_fused_rounds(kernels, start, narrow):
+    values = noise.round_bf16(weights(1300)) if narrow else weights(1300)
+    expected, digests = law_update(values, steps_for(4), 0x80000001, start, narrow)
+    master = torch.from_numpy(values.copy().view(np.int16) if narrow else values.copy())
+    master = master.view(torch.bfloat16) if narrow else master
+    region = Region.whole(1300, start)
+    assert kernels.update(master, steps_for(4), 0x80000001, region) == digests
+    assert (bits(master) == expected).all()
+    assert kernels.digest(master, 0x80000001, region) == digests[-1]
+
+
+@pytest.mark.parametrize("narrow", [False, True], ids=["fp32 master", "bf16 master"])
+def test_fused_rounds_equal_rounds_one_by_one(kernels, narrow):
+    dtype = torch.bfloat16 if narrow else torch.float32
+    fused = torch.from_numpy(weights(2000)).to(dtype)
+    single = fused.clone()
+    region, steps = Region.whole(2000, 12345), steps_for(7, seed=3)
+    one_by_one = [kernels.update(single, [step], 5, region)[0] for step in steps]
+    assert kernels.update(fused, steps, 5, region) == one_by_one
+    assert (bits(fused) == bits(single)).all()
+    assert kernels.update(fused, [], 5, region) == []
+
+
+def test_a_step_without_noise_clears_the_sign_of_zero(kernels):
+    master = torch.tensor([-0.0, 0.0, 1.5])
+    kernels.update(master, [Step((), (), 40, 0)], 1, Region.whole(3))
+    assert bits(master).tolist() == [0, 0, 0x3FC00000]
+
+
+@pytest.mark.parametrize("c", [(MAX_SUM,), (-MAX_SUM,), (24024, -24024), (MAX_SUM - 1, 1)])
+def test_the_largest_sums_do_not_wrap(kernels, c):
+    step = Step(tuple(range(len(c))), c, 60, 0)
+    master = torch.zeros(40000)
+    (digest,) = kernels.update(master, [step], 3, Region.whole(40000))
+    expected, digests = law_update(np.zeros(40000, np.float32), [step], 3, 0)
+    assert (bits(master) == expected).all() and digests == [digest]
+
+
+# --- any slice, any thread count ---
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 700), st.sampled_from(STARTS), st.randoms(use_true_random=False))
+def test_a_slice_holds_the_elements_of_the_whole(rows, columns, start, draw):
+    start = min(start, TOP - rows * columns)
+    r0, c0 = draw.randrange(rows), draw.randrange(columns)
+    r1, c1 = draw.randint(r0 + 1, rows), draw.randint(c0 + 1, columns)
+    region = sub_region(rows, columns, r0, r1, c0, c1, start)
+    values = weights(rows * columns).reshape(rows, columns)
+    m = noise.integers(3, 4, start, rows * columns).reshape(rows, columns)
+    part, part_m = values[r0:r1, c0:c1].copy(), m[r0:r1, c0:c1].copy()
+    whole = torch.from_numpy(values.reshape(-1).copy())
+    steps = steps_for(2, seed=rows)
+    for name in BACKENDS:
+        kernels = create(name)
+        out = torch.empty(part.shape, dtype=torch.int32)
+        kernels.fill(3, 4, region, out)
+        assert (out.numpy() == part_m).all()
+        for dtype, live_dtype in LIVE.items():
+            live = torch.empty(part.shape, dtype=live_dtype)
+            kernels.perturb(torch.from_numpy(part), live, 3, 4, region, SIGMA, -1)
+            expected = noise.perturb(part.reshape(-1), part_m.reshape(-1), SIGMA, -1, dtype)
+            assert (bits(live) == law_bits(expected)).all()
+        master, moved = torch.from_numpy(part.copy()), whole.clone()
+        kernels.update(master, steps, 4, region)
+        create("cpu").update(moved, steps, 4, Region.whole(rows * columns, start))
+        assert (bits(master) == bits(moved.reshape(rows, columns)[r0:r1, c0:c1].contiguous())).all()
+
+
+def test_digests_of_slices_add_up(kernels):
+    values = torch.from_numpy(weights(30 * 577)).reshape(30, 577)
+    whole = kernels.digest(values, 9, Region.whole(30 * 577, 2**33))
+    total = 0
+    for c0, c1 in [(0, 100), (100, 577)]:
+        part = values[:, c0:c1].contiguous()
+        total += kernels.digest(part, 9, sub_region(30, 577, 0, 30, c0, c1, 2**33))
+    assert total % 2**64 == whole
+
+
+@pytest.mark.parametrize(
+    "region",
+    [
+        Region.whole(300_001, 2**34 - 150_003),
+        Region.whole(131_072 + 5),
+        Region(77, 301, 1000, 1024),
+        Region(0, 1024, 300, 300),
+        Region(5, 2, 100_000, 200_000),
+    ],
+    ids=lambda r: f"{r.start}-{r.rows}x{r.width}",
+)
+def test_threads_change_nothing(region):
+    values = torch.from_numpy(weights(region.count))
+    steps = steps_for(2)
+    seen = []
+    for threads in (1, 2, 3, 8):
+        kernels = create("cpu", threads=threads)
+        out = torch.empty(region.count, dtype=torch.int32)
+        live = torch.empty(region.count, dtype=torch.float16)
+        restored = torch.empty(region.count, dtype=torch.bfloat16)
+        master, narrow = values.clone(), values.to(torch.bfloat16)
+        kernels.fill(1, 2, region, out)
+        kernels.perturb(master, live, 1, 2, region, SIGMA, 1)
+        kernels.restore(master, restored)
+        digests = kernels.update(master, steps, 2, region), kernels.update(narrow, steps, 2, region)
+        tensors = (out, live, restored, master, narrow)
+        seen.append((*(bits(t).tobytes() for t in tensors), digests, kernels.digest(master, 2, region)))
+    assert all(s == seen[0] for s in seen)
+
+
+def test_threads_follow_torch_unless_set():
+    kernels = create("cpu")
+    assert kernels.threads is None
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            out = torch.empty(100_000, dtype=torch.int32)
+            kernels.fill(1, 2, Region.whole(100_000), out)
+            assert (out.numpy() == noise.integers(1, 2, 0, 100_000)).all()
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_interpreter_runs_on_while_a_kernel_works():
+    kernels, ticks, done = create("cpu", threads=1), [], threading.Event()
+    master = torch.zeros(3_000_000)
+    steps = steps_for(6)
+    kernels.update(master[:1000].clone(), steps, 1, Region.whole(1000))  # compile first
+
+    def work():
+        kernels.update(master, steps, 1, Region.whole(len(master)))
+        done.set()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    while not done.wait(0.001):
+        ticks.append(1)
+    thread.join()
+    assert len(ticks) > 5
+
+
+def test_concurrent_callers_do_not_disturb_each_other():
+    kernels = create("cpu", threads=3)
+    results = [None] * 6
+
+    def work(k):
+        out = torch.empty(200_000, dtype=torch.int32)
+        kernels.fill(k, 1, Region.whole(200_000), out)
+        results[k] = out.numpy()
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for k, got in enumerate(results):
+        assert (got == noise.integers(k, 1, 0, 200_000)).all()
+
+
+# --- volume ---
+
+
+def compare_everything(count: int, seed: int) -> int:
+    """Random elements through every operation of both backends and the slow law; how many were compared."""
+    draw = random.Random(seed)
+    start, tid = draw.randrange(TOP - count), draw.getrandbits(32)
+    noise_seed, region = draw.getrandbits(64), Region.whole(count, start)
+    values = weights(count, seed)
+    m = noise.integers(noise_seed, tid, start, count)
+    step = steps_for(1, seed)
+    expected, digests = law_update(values, step, tid, start)
+    narrow = noise.round_bf16(values)
+    expected_narrow, digests_narrow = law_update(narrow, step, tid, start, narrow=True)
+    for name in BACKENDS:
+        kernels = create(name, threads=draw.choice([1, 2]))
+        out = torch.empty(count, dtype=torch.int32)
+        kernels.fill(noise_seed, tid, region, out)
+        assert (out.numpy() == m).all()
+        for dtype, live_dtype in LIVE.items():
+            live = torch.empty(count, dtype=live_dtype)
+            kernels.perturb(torch.from_numpy(values), live, noise_seed, tid, region, SIGMA, 1)
+            assert (bits(live) == law_bits(noise.perturb(values, m, SIGMA, 1, dtype))).all()
+        master = torch.from_numpy(values.copy())
+        assert kernels.update(master, step, tid, region) == digests
+        assert (bits(master) == expected).all()
+        state = torch.from_numpy(narrow.copy().view(np.int16)).view(torch.bfloat16)
+        assert kernels.update(state, step, tid, region) == digests_narrow
+        assert (bits(state) == expected_narrow).all()
+    return count
+
+
+def test_a_million_random_elements():
+    assert sum(compare_everything(100_000, seed) for seed in range(10)) == 10**6
+
+
+@pytest.mark.slow
+def test_ten_million_random_elements():
+    assert sum(compare_everything(100_000, 1000 + seed) for seed in range(100)) == 10**7
+
+
+def test_ten_million_noise_values():
+    for part in range(10):
+        start = random.Random(part).randrange(TOP - 10**6)
+        expected = noise.integers(part, 7, start, 10**6)
+        for name in BACKENDS:
+            out = torch.empty(10**6, dtype=torch.int32)
+            create(name).fill(part, 7, Region.whole(10**6, start), out)
+            assert (out.numpy() == expected).all()
+
+
+def cycles(kernels, count: int, size: int) -> None:
+    master = torch.from_numpy(weights(size))
+    before = bits(master).copy()
+    region = Region.whole(size, 2**34 - size // 2)
+    for live_dtype in LIVE.values():
+        live = torch.empty(size, dtype=live_dtype)
+        kernels.restore(master, live)
+        pristine = bits(live).copy()
+        for seed in range(count):
+            kernels.perturb(master, live, seed, 3, region, SIGMA, 1 - 2 * (seed % 2))
+            kernels.restore(master, live)
+        assert (bits(live) == pristine).all()
+    assert (bits(master) == before).all()
+
+
+def test_a_thousand_perturb_and_restore_cycles():
+    cycles(create("cpu"), 1000, 4096)
+    cycles(create("reference"), 20, 4096)
+
+
+# --- rounding, exhaustively where it is cheap ---
+
+
+def test_restore_rounds_every_kind_of_float(kernels):
+    rng = np.random.default_rng(5)
+    patterns = rng.integers(0, 2**32, 400_000, dtype=np.uint32)
+    halves = np.arange(0x7C01, dtype=np.uint16).view(np.float16).astype(np.float64)
+    with np.errstate(over="ignore"):
+        ties = ((halves[1:-1] + halves[:-2]) / 2).astype(np.float32).view(np.uint32)
+    patterns = np.concatenate([patterns, ties, ties + 1, ties - 1, ties | np.uint32(1 << 31)])
+    values = patterns.view(np.float32)
+    values = values[np.isfinite(values)]
+    for dtype, live_dtype in LIVE.items():
+        live = torch.empty(len(values), dtype=live_dtype)
+        kernels.restore(torch.from_numpy(values), live)
+        with np.errstate(over="ignore"):
+            expected = values.astype(np.float16) if dtype == "float16" else noise.round_to(values, dtype)
+        assert (bits(live) == law_bits(expected)).all()
+
+
+# --- refusals ---
+
+
+def test_tensors_that_do_not_fit_are_refused(kernels):
+    master, live = torch.zeros(10), torch.zeros(10, dtype=torch.bfloat16)
+    region = Region.whole(10)
+    wrong = [
+        lambda: kernels.perturb(master, live, 1, 1, Region.whole(11), SIGMA, 1),
+        lambda: kernels.perturb(master, live[:9], 1, 1, region, SIGMA, 1),
+        lambda: kernels.perturb(master.double(), live, 1, 1, region, SIGMA, 1),
+        lambda: kernels.perturb(master, live.double(), 1, 1, region, SIGMA, 1),
+        lambda: kernels.perturb(torch.zeros(20)[::2], live, 1, 1, region, SIGMA, 1),
+        lambda: kernels.perturb(master, live, 2**64, 1, region, SIGMA, 1),
+        lambda: kernels.perturb(master, live, 1, 2**32, region, SIGMA, 1),
+        lambda: kernels.perturb(master, live, 1, 1, region, 0.001, 1),
+        lambda: kernels.perturb(master, live, 1, 1, region, 0.0, 1),
+        lambda: kernels.perturb(master, live, 1, 1, region, SIGMA, 2),
+        lambda: kernels.fill(1, 1, region, torch.zeros(10, dtype=torch.int64)),
+        lambda: kernels.digest(master, -1, region),
+        lambda: kernels.update(master.half(), [], 1, region),
+    ]
+    for call in wrong:
+        with pytest.raises(ValueError):
+            call()
+
+
+@pytest.mark.parametrize(
+    "region", [(-1, 1, 1, 1), (0, 2, 5, 4), (TOP, 1, 1, 1), (0, 3, 10, TOP // 2), (0, -1, 1, 1)]
+)
+def test_impossible_regions_are_refused(region):
+    with pytest.raises(ValueError):
+        Region(*region)
+
+
+def test_empty_slices_are_legal(kernels):
+    for region in (Region.whole(0), Region(5, 0, 7, 7), Region(5, 7, 0, 7)):
+        nothing = torch.zeros(0)
+        kernels.fill(1, 1, region, torch.zeros(0, dtype=torch.int32))
+        kernels.perturb(nothing, nothing.half(), 1, 1, region, SIGMA, 1)
+        kernels.restore(nothing, nothing.half())
+        assert kernels.update(nothing, steps_for(2), 1, region) == [0, 0]
+        assert kernels.digest(nothing, 1, region) == 0
+
+
+# --- the self-test and the choice of a backend ---
+
+
+def test_all_backends_pass_with_one_digest():
+    reports = [selftest(create(name)) for name in BACKENDS]
+    assert reports[0] == reports[1] and len(reports[0].digest) == 8
+    assert reports[0].checked > 50
+
+
+class OneBitWrong:
+    """A backend whose chosen operation flips the lowest bit of the last element it writes."""
+
+    name = "broken"
+
+    def __init__(self, operation: str) -> None:
+        self.inner, self.operation, self.threads = CpuKernels(threads=1), operation, 1
+
+    def __getattr__(self, attribute):
+        function = getattr(self.inner, attribute)
+        if attribute != self.operation:
+            return function
+
+        def wrong(*arguments):
+            result = function(*arguments)
+            if attribute == "digest":
+                return result ^ 1
+            written = {"fill": 3, "perturb": 1, "restore": 1, "update": 0}[attribute]
+            bits(arguments[written])[-1] ^= 1
+            return result
+
+        return wrong
+
+
+@pytest.mark.parametrize(
+    ("operation", "vector"),
+    [
+        ("fill", "values[0x0000000000000000, 0x00000000, 0]"),
+        ("perturb", "perturb.live_bf16"),
+        ("restore", "update.nearest_bf16"),
+        ("update", "update."),
+        ("digest", "fp32.digest_before"),
+    ],
+)
+def test_one_wrong_bit_is_refused_and_named(operation, vector):
+    with pytest.raises(SelftestFailed) as failure:
+        selftest(OneBitWrong(operation))
+    assert "'broken'" in str(failure.value) and f"vector {vector}" in str(failure.value)
+
+
+def test_pick_refuses_a_broken_backend(monkeypatch):
+    import esnode.kernels as registry
+
+    monkeypatch.setattr(registry, "_passed", {})
+    monkeypatch.setitem(registry._BACKENDS, "cpu", (lambda threads: OneBitWrong("perturb"), ("cpu",), None))
+    with pytest.raises(SelftestFailed, match=r"perturb\.live_bf16"):
+        pick("cpu")
+    assert pick("cpu", "reference").name == "reference"
+
+
+def test_pick_chooses_by_device_and_name():
+    assert pick("cpu").name == "cpu"
+    assert pick("cpu", "reference").name == "reference"
+    assert available("cuda:0")["cpu"] is not None and available("cuda:0")["reference"] is None
+    with pytest.raises(KernelUnavailable, match="no kernel 'abacus'"):
+        pick("cpu", "abacus")
+    with pytest.raises(KernelUnavailable, match="runs on cpu"):
+        create("cpu", "cuda")
+    assert selftest_digest(pick("cpu")) == selftest_digest(pick("cpu", "reference"))
+
+
+def test_without_numba_the_reference_takes_over(monkeypatch):
+    import esnode.kernels as registry
+
+    monkeypatch.setattr(registry.importlib.util, "find_spec", lambda name: None)
+    assert "numba" in available("cpu")["cpu"]
+    assert pick("cpu").name == "reference"
+
+
+PROBE = """
+import zlib
+import torch
+from esnode.kernels import create, selftest
+from esnode.kernels.interface import Region
+out = torch.empty(70000, dtype=torch.int32)
+create("cpu").fill(5, 6, Region.whole(70000, 2**34 - 35000), out)
+print(zlib.crc32(out.numpy().tobytes()))
+print(selftest(create("cpu")).digest.hex())
+"""
+
+
+def probe(**environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_narrow_processors_compute_the_same(tmp_path):
+    cache = {"NUMBA_CACHE_DIR": str(tmp_path)}
+    wide = probe(**cache)
+    assert probe(**cache) == wide  # from the cache
+    for features in ("", "+sse4.1", "+avx2"):
+        assert probe(NUMBA_CPU_NAME="generic", NUMBA_CPU_FEATURES=features, **cache) == wide
