@@ -128,7 +128,7 @@ def resolve(path: Path, out: Path, data_out: Path | None, tell: Tell) -> Lock:
 
     plan = read_plan(path)
     lock, data, _ = locking.resolve(plan, trusted=[public_key(signing_seed()).hex()], progress=tell)
-    _write(out, lock.to_bytes())
+    _write(out, lock_from_bytes(lock.to_bytes()).to_bytes())  # what cannot be read back is never written
     if data_out is not None:
         _write(data_out, data)
     return lock

@@ -8,6 +8,9 @@ import json
 import math
 import re
 import struct
+import subprocess
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +19,14 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import esnode
 from esnode import planfile
 from esnode.cli.plan import plan as plan_command
 from protocol.lock import LockError
 from protocol.messages import Kind
 from protocol.plan import (
     FIELDS,
+    Lock,
     Ops,
     Parent,
     Plan,
@@ -38,6 +43,7 @@ from protocol.plan import (
 )
 from tests.ledgers import HEX, small_lock
 
+ROOT = Path(__file__).parent.parent
 PLAN = """
 [run]
 model = "demo"
@@ -428,9 +434,50 @@ def test_plan_files_that_are_none(tmp_path: Path) -> None:
         planfile.read_plan(path)
 
 
+def test_plan_lock_writes_what_can_be_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Resolving itself is tested with the models; here a stand-in does it."""
+    stand_in = types.ModuleType("esnode.locking")
+    monkeypatch.setitem(sys.modules, "esnode.locking", stand_in)
+    monkeypatch.setattr(esnode, "locking", stand_in, raising=False)
+    monkeypatch.setenv("ESNODE_CONFIG", str(tmp_path / "config"))
+    asked: list[Any] = []
+
+    def resolve(plan: Plan, *, trusted: list[str], progress: Any) -> tuple[Lock, bytes, None]:
+        asked.append((plan, trusted))
+        return small_lock(trusted=tuple(trusted), members=plan.members), b"data\n", None
+
+    stand_in.resolve = resolve  # type: ignore[attr-defined]
+    path, out, data = tmp_path / "plan.toml", tmp_path / "lock.json", tmp_path / "task.jsonl"
+    path.write_text(PLAN)
+    arguments = ["lock", str(path), "--out", str(out), "--data", str(data)]
+    runner = CliRunner()
+    done = runner.invoke(plan_command, arguments)
+    lock = lock_from_bytes(out.read_bytes())
+    assert done.exit_code == 0 and lock.run_id.hex() in done.output
+    assert data.read_bytes() == b"data\n" and asked[0][0].members == lock.members == 32
+    assert runner.invoke(plan_command, arguments).exit_code == 0, "the same bytes again are fine"
+    out.write_bytes(b"{}")
+    failed = runner.invoke(plan_command, arguments)
+    assert isinstance(failed.exception, planfile.PlanFileError) and "something else" in str(failed.exception)
+
+
+def test_plan_lock_without_the_node_extra(tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    path.write_text(PLAN)
+    script = (
+        "import sys\nfor name in ('torch', 'transformers', 'numba', 'safetensors', 'tokenizers'): "
+        f"sys.modules[name] = None\nfrom esnode.cli.main import main\nmain(['plan', 'lock', {str(path)!r}])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
+    assert done.returncode == 1 and "pip install 'esnode[node]'" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 def test_the_page_lists_every_field() -> None:
     """docs/plan.md is written from the table the parser uses."""
-    page = (Path(__file__).parent.parent / "docs" / "plan.md").read_text()
+    page = (ROOT / "docs" / "plan.md").read_text()
     for row in FIELDS:
         default = "required" if row.required else f"`{planfile.render_value(default_of(row))}`"
         assert f"| `{row.key}` | {row.rule.expects} | {default} | {row.meaning} |" in page, row.path
