@@ -175,7 +175,7 @@ class Lock:
         return self._within(value, prompts, 2.0**-40)
 
     def mean_ok(self, value: float) -> bool:
-        """Whether `value` can be a mean of sums that passed `reward_ok`: twice the allowance, means round too."""
+        """Whether `value` can be a mean of sums that passed `reward_ok`: twice its allowance."""
         return self._within(value, 1, 2.0**-39)
 
     def _within(self, value: float, prompts: int, allowance: float) -> bool:
