@@ -1,4 +1,4 @@
-"""The one kind of error a user is meant to read. Every module derives its own from it; the command line prints it."""
+"""The one kind of error a user is meant to read: modules derive their own, the command line prints it."""
 
 from __future__ import annotations
 

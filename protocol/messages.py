@@ -1,7 +1,7 @@
 """Every message that crosses the wire, and the one table that says who may send it and how large it may be.
 
-Pure. A message is a frozen msgspec struct encoded as a msgpack array `[tag, field, ...]`; fields are only ever
-appended, together with a new wire version. `wire.py` turns bytes into these and back; nothing else parses.
+Pure. A message is a frozen msgspec struct encoded as a msgpack array `[tag, field, ...]`; fields are only
+ever appended, together with a new wire version. `wire.py` turns bytes into these and back; nothing else parses.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class Commit(Message, frozen=True):
 
 
 class Applied(Message, frozen=True):
-    """node -> coordinator: D of the master after the entries below `height`; milliseconds the last apply took."""
+    """node -> coordinator: D of the master after the entries below `height`; ms the last apply took."""
 
     height: int
     tip: bytes  # first 8 bytes of the hash of entry height-1
