@@ -1,7 +1,7 @@
 """Every message that crosses the wire, and the one table that says who may send it and how large it may be.
 
 Pure. A message is a frozen msgspec struct encoded as a msgpack array `[tag, field, ...]`; fields are only
-ever appended, together with a new wire version. `wire.py` turns bytes into these and back; nothing else parses.
+ever appended, together with a new wire version. `wire.py` turns bytes into these and back, nothing else does.
 """
 
 from __future__ import annotations
