@@ -163,7 +163,7 @@ def _missing(round: Round, unit: Unit) -> Unit:
 def _share(
     lock: Lock, unit: Unit, idle: Node, victim: Node, usual: float | None, before: float, end: float
 ) -> tuple[Unit | None, Unit | None]:
-    """How a waiting unit is shared: (what the idle node takes, what the other keeps), (None, None) if not at all.
+    """How a waiting unit is shared: (what the idle node takes, what the other keeps); (None, None): not.
 
     The idle node takes the later part, as much as lets both end together; all of it where it must stay whole.
     """

@@ -26,7 +26,7 @@ from coordinator.membership import Node
 from coordinator.picture import status
 from coordinator.state import State, new, recall
 from coordinator.turn import Turn
-from protocol.entries import Admission, LockBody, RosterBody, public_key
+from protocol.entries import MAX_NAME, Admission, LockBody, RosterBody, public_key
 from protocol.messages import (
     RELEASED,
     RUN_ENDED,
@@ -84,8 +84,9 @@ def step(state: State, event: Event) -> tuple[State, tuple[Effect, ...]]:
 def _on_started(turn: Turn, event: Started) -> None:
     state = turn.state
     assert event.term > state.term, "a term is used once"
-    turn.set(term=event.term, nonce=event.nonce, started=True)
-    turn.persist(TermTaken(event.term, event.nonce))
+    record = TermTaken(event.term, event.nonce)
+    turn.persist(record)
+    turn.state = replace(recall(state, record), started=True)
     if state.chain.height and state.chain.lock.run_id != state.lock.run_id:
         recorded, given = state.chain.lock.run_id.hex()[:16], state.lock.run_id.hex()[:16]
         return turn.stop(f"this folder holds run {recorded}, the plan is that of run {given}", 1)
@@ -136,18 +137,18 @@ def _linger(turn: Turn, since: float) -> None:
 
 
 def _expire(turn: Turn) -> None:
-    """End the leases of lost nodes and of units that stand still."""
+    """End the leases of nodes that are lost or whose running unit stands still."""
     state = turn.state
     pool = membership.median_pace(list(state.nodes.values()))
     for key, node in state.nodes.items():
-        for k, lease in enumerate(node.leases):
-            verdict = membership.expiry(node, lease, k == 0, state.ops.stall_seconds, pool, state.now)
-            if not verdict.ok:
-                continue
-            turn.take(key, lease.unit)
-            turn.note("membership", node=node.name, what="lease ended", reason=verdict.reason)
-            if state.now - node.heard <= membership.LOST_AFTER:
-                turn.set_node(replace(turn.state.nodes[key], stalled=(lease.unit, lease.progress)))
+        if not node.leases:
+            continue
+        running = node.leases[0]
+        verdict = membership.expiry(node, running, state.ops.stall_seconds, pool, state.now)
+        if verdict.ok:
+            turn.take_all(key)
+            turn.set_node(replace(turn.state.nodes[key], stalled=(running.unit, running.progress)))
+            turn.note("membership", node=node.name, what="leases ended", reason=verdict.reason)
 
 
 def _admit_waiting(turn: Turn) -> None:
@@ -191,6 +192,7 @@ def _on_hello(turn: Turn, peer: bytes, hello: Hello) -> None:
     """Admit or refuse. A newer Hello of a key supersedes what was known of it; its units stay its own."""
     state, chain = turn.state, turn.state.chain
     name = state.allowed.get(peer) or hello.name
+    name = "".join(letter for letter in name if letter.isprintable())[:MAX_NAME]
     verdict = membership.admit(hello, chain, state.term, peer in state.allowed, state.selftest)
     if not verdict.ok:
         return _refuse(turn, peer, name, verdict.reason)

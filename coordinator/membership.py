@@ -184,14 +184,14 @@ def usual_seconds(node: Node, unit: Unit, pool: float | None) -> float | None:
     return None if pace is None else pace * (unit.last - unit.first + 1)
 
 
-def expiry(node: Node, lease: Lease, running: bool, stall: float, pool: float | None, now: float) -> Verdict:
-    """Whether a lease ends: its node is lost, or its running unit stands still for max(stall, 5x usual)."""
+def expiry(node: Node, running: Lease, stall: float, pool: float | None, now: float) -> Verdict:
+    """Whether a node's leases end: it is lost, or its running unit stands still for max(stall, 5x usual)."""
     silent = now - node.heard
     if silent > LOST_AFTER:
         return Verdict(True, f"silent for {silent:.0f} s")
-    limit = max(stall, STALL_FACTOR * (usual_seconds(node, lease.unit, pool) or 0.0))
-    still = now - max(lease.moved, node.done)
-    if running and still > limit:
+    limit = max(stall, STALL_FACTOR * (usual_seconds(node, running.unit, pool) or 0.0))
+    still = now - max(running.moved, node.done)
+    if still > limit:
         return Verdict(True, f"no progress for {still:.0f} s, the limit is {limit:.0f} s")
     return Verdict(False, "")
 

@@ -7,12 +7,13 @@ about them, each a function that also says why. Who works on what is `leases.py`
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from protocol.chain import Chain
-from protocol.entries import COMPLETE, QUORUM, CommitBody, MemberReward, ScoreBody
+from protocol.entries import COMPLETE, QUORUM, CommitBody, EntryKind, MemberReward, ScoreBody
 from protocol.lock import Lock
 from protocol.messages import Kind, Result, Unit
 from protocol.plan import Ops
@@ -115,8 +116,12 @@ def open_round(chain: Chain, ops: Ops, now: float) -> Round:
     final = number >= ops.rounds
     count = 0 if final else chain.members_at(number)
     width = lock.chunk_count(Kind.MEMBER)
-    probe = _empty(lock.chunk_count(Kind.PROBE)) if probe_due(lock, ops, number)[0] else None
-    parent = chain.commits[-1].hash if chain.commits else chain.entries[0].hash
+    start = chain.commits[-1] if chain.commits else chain.entries[0]
+    since = itertools.takewhile(lambda entry: entry is not start, reversed(chain.entries))
+    scored = any(entry.kind is EntryKind.SCORE for entry in since)
+    due = probe_due(lock, ops, number)[0] and not scored
+    probe = _empty(lock.chunk_count(Kind.PROBE)) if due else None
+    parent = start.hash
     return Round(number, parent, (_empty(width),) * count, probe, now, count, count * width)
 
 
@@ -187,6 +192,13 @@ def fail(round: Round, evaluator: int, unit: Unit, reason: str) -> Round:
     if cells is None or cells.settled:
         return round
     return put(round, unit, replace(cells, failures=(*cells.failures, evaluator), reason=reason))
+
+
+def forgive(round: Round) -> Round:
+    """Forget all failures: a coordinator that starts gives every member a new chance, whatever was wrong."""
+    members = tuple(replace(cells, failures=(), reason="") for cells in round.members)
+    probe = replace(round.probe, failures=(), reason="") if round.probe else None
+    return replace(round, members=members, probe=probe)
 
 
 def void_verdict(cells: Cells, nodes: int) -> tuple[bool, str]:

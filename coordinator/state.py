@@ -106,7 +106,8 @@ def _enrol(state: State, body: RosterBody) -> State:
 def recall(state: State, record: Record) -> State:
     """Fold one journal record; after the last, `step` with `Started` (term = last + 1) goes on from there."""
     if isinstance(record, TermTaken):
-        return replace(state, term=record.term, nonce=record.nonce)
+        forgiven = rounds.forgive(state.round) if state.round else None
+        return replace(state, term=record.term, nonce=record.nonce, round=forgiven)
     if isinstance(record, EntryAppended):
         return adopt(state, parse(record.raw))
     round = state.round

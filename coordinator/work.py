@@ -233,9 +233,11 @@ def reconcile(turn: Turn, peer: bytes, listed: dict[Unit, int]) -> None:
         if still is not None:
             kept[lease.unit] = still
     for unit, progress in listed.items():
-        if unit in kept or (node.stalled and unit == node.stalled[0]):
+        if unit in kept:
             continue
         if turn.round.needs(unit):
+            if node.stalled:
+                continue  # its units are anybody's until it moves
             kept[unit] = Lease(unit, now, now, now, progress, sent=False)
             turn.set(round=rounds.lease(turn.round, unit, 1))
         elif progress < 1000:  # a finished one only waits for its Ack

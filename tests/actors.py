@@ -1,13 +1,15 @@
-"""The simulator's two shells: what `coordinator/server.py` and `esnode/daemon.py` do, on virtual time and lists.
+"""The simulator's two shells: what `coordinator/server.py` and `esnode/daemon.py` do, on virtual time and
+lists.
 
-They keep the same contract of order (compute, persist and flush, adopt, perform) and can be killed anywhere in it.
-What a kill spares is what is on "disk": the journal, a node's ledger and its highest term.
+They keep the same contract of order (compute, persist and flush, adopt, perform) and can be killed anywhere
+in it. What a kill spares is what is on "disk": the journal, a node's ledger and its highest term.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import coordinator.events as ce
@@ -61,6 +63,7 @@ class Actor:
             self.world.log(self.name, "is killed")
 
     def stop(self, reason: str, code: int) -> None:
+        require(code == 0 or self.world.failing, f"{self.name} stops with code {code}: {reason}")
         self.up, self.stopped = False, (reason, code)
         self.world.log(self.name, f"stops with code {code}: {reason}")
 
@@ -77,10 +80,15 @@ class Actor:
     def receive(self, peer: bytes, message: Message) -> None:
         raise NotImplementedError
 
+    def arrive(self, peer: bytes, message: Message) -> None:
+        """A message from or for the node of this key; nobody hears it while the process is down."""
+        if self.up:
+            self.receive(peer, message)
+
 
 @dataclass(frozen=True, slots=True)
 class CrashPoint:
-    """Where in the contract of order the coordinator dies: records flushed (None: all), then messages sent."""
+    """Where in the contract of order a process dies: records flushed (None: all), then messages sent."""
 
     records: int | None
     sends: int = 0
@@ -115,6 +123,11 @@ class SimCoordinator(Actor):
         if self.up:
             self.world.checkers.recalled(self.state, self.recall())
         super().kill()
+
+    def terminate(self) -> None:
+        """SIGTERM."""
+        if self.up:
+            self._process([ce.StopRequested(self.world.now, "asked to")])
 
     def tick(self) -> None:
         self._process([*self._drain(), ce.Tick(self.world.now)])
@@ -184,6 +197,7 @@ class SimNode(Actor):
         self.pace = pace
         self.disk = Disk()
         self.poisoned: set[int] = set()  # members this node cannot evaluate
+        self.hung = 0.0  # seconds the next evaluation hangs
         self.replica = Replica(world.lock)
         self.evaluations = 0
         self.job = 0
@@ -210,6 +224,14 @@ class SimNode(Actor):
         if self.up:
             self.step(ne.Leave(self.world.now, "asked to"))
 
+    def hang(self, seconds: float) -> None:
+        """The next evaluation takes this much longer and tells no progress meanwhile."""
+        self.hung = seconds
+
+    def flip(self, index: int = 5, bit: int = 3) -> None:
+        """One bit of one weight of the master turns over."""
+        self.replica.master.view("uint32")[index] ^= 1 << bit
+
     def step(self, event: ne.Event) -> None:
         self.state, effects = node.step(self.state, event)
         crash = self.world.crash_point(self.name, len(effects)) if effects else None
@@ -227,7 +249,7 @@ class SimNode(Actor):
             case ne.Evaluate(unit):
                 self._evaluate(unit)
             case ne.CancelUnit(unit):
-                self.later(0.05, lambda job=self.job: self._cancel(unit, job))
+                self.later(0.05, partial(self._cancel, unit, self.job))
             case ne.Apply(entries):
                 digests = self.replica.apply(entries)
                 for entry, digest in zip(entries, digests, strict=True):
@@ -252,7 +274,8 @@ class SimNode(Actor):
         self.evaluations += 1
         lock, job = self.world.lock, self.job
         prompts = sum(lock.chunk_size(unit.kind, k) for k in range(unit.first, unit.last + 1))
-        seconds = self.pace * prompts * self.world.random.uniform(0.8, 1.2)
+        seconds = self.pace * prompts * self.world.random.uniform(0.8, 1.2) + self.hung
+        self.hung = 0.0
 
         def halfway() -> None:
             if job == self.job:

@@ -62,11 +62,10 @@ class Checkers:
                 member.reward == right,
                 f"round {entry.round}: reward of {member.index} is not the measured one",
             )
-        void = {index for index, _ in body.voids}
-        for round, kind, member, chunk in self.acked:
-            if round == entry.round and kind == Kind.MEMBER:
-                what = f"acknowledged chunk {chunk} of member {member} of round {round} is lost"
-                require(member in indices or member in void, what)
+        named = {*indices, *(index for index, _ in body.voids)}
+        for round, kind, index, chunk in self.acked:
+            what = f"acknowledged chunk {chunk} of member {index} of round {round} is lost"
+            require(round != entry.round or kind == Kind.PROBE or index in named, what)
         self.truth.commit(body)
 
     def _score(self, body: ScoreBody) -> None:

@@ -1,7 +1,8 @@
 """The simulator's model: 64 weights under the real noise law, and a reward that is an exact function of them.
 
-Everything here is the slow reference (`protocol.noise`), no torch. `Replica` folds entries the way an engine does
-(coefficients merged per noise by `step_of`); `Truth` replays member by member, on its own path, to check it.
+Everything here is the slow reference (`protocol.noise`), no torch. `Replica` folds entries the way an engine
+does (coefficients merged per noise by `step_of`); `Truth` replays member by member, on its own path, to check
+it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Weights = NDArray[np.float32]
 
 def base() -> Weights:
     """The checkpoint every run starts from."""
-    return ((np.arange(SIZE) * 37 % 101 - 50) / 500).astype(np.float32)
+    return np.asarray((np.arange(SIZE) * 37 % 101 - 50) / 500, np.float32)
 
 
 def make_lock(
@@ -89,7 +90,7 @@ class Outcome:
 @lru_cache(maxsize=4096)
 def _feature(split: str, prompt: int) -> Weights:
     seed = hashlib.blake2b(f"{split}{prompt}".encode(), digest_size=SIZE).digest()
-    return (np.frombuffer(seed, np.uint8).astype(np.float32) - 127) / 64
+    return np.asarray((np.frombuffer(seed, np.uint8).astype(np.float32) - 127) / 64, np.float32)
 
 
 def reward(live: Weights, split: str, prompt: int) -> float:
@@ -102,7 +103,7 @@ def measure(lock: Lock, master: Weights, unit: Unit) -> Outcome:
     """Evaluate a unit on a master: what an honest node answers, whoever it is."""
     if unit.kind == Kind.PROBE:
         live, split = noise.round_to(master, lock.live_dtype), "heldout"
-        prompts = list(range(lock.heldout_prompts))
+        prompts = tuple(range(lock.heldout_prompts))
     else:
         seed = seeds.member_seed(lock.run_id, unit.round, unit.member, lock.mirrored)
         m = noise.integers(seed, KEY, 0, SIZE)
@@ -150,7 +151,7 @@ class Replica:
 
 
 class Truth:
-    """An independent replay: what every replica must be after each commit, and what each member's reward is."""
+    """An independent replay: what every replica must be after each commit, and each member's reward."""
 
     def __init__(self, lock: Lock) -> None:
         self.lock = lock
