@@ -7,7 +7,6 @@ sentence on stderr, 70 a bug, 130 a second Ctrl-C.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib
 import logging
@@ -18,53 +17,33 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
 import zmq
 
-from esnode import events, node
+from esnode import events, node, nodeoptions
 from esnode.enginethread import Broken, EngineThread, Folded, Workshop
 from esnode.link import Link, State
+from esnode.nodeoptions import Options
 from esnode.notebook import Notebook
 from protocol import keys, logfile
 from protocol.errors import UserError
-from protocol.lock import Lock, lock_from_bytes
+from protocol.lock import Lock
 from protocol.messages import Rehello
 
 TICK_SECONDS = 0.2
-FIRST_CONTACT_SECONDS = 60.0  # how long a coordinator may take to appear
 HOPELESS_SECONDS = 3.0  # how long "wrong key" must last before it is believed
 ADDRESS_SECONDS = 1.0  # between looks at the address file while there is no connection
 LEAVE_SECONDS = 5.0  # a node that was asked to leave is gone by then
 EXIT_BUG = 70
 EXIT_INTERRUPTED = 130
-DEFAULT_LOADER = "esnode.workshop:load"
-Loader = Callable[[Path, Lock, int, str | None], Workshop]
 
 
 class DaemonError(UserError):
     """The node cannot start or go on; the sentence says why."""
 
 
-@dataclass(frozen=True)
-class Options:
-    """What the command line says."""
-
-    run: Path
-    name: str
-    threads: int
-    backend: str | None = None
-    coordinator: tuple[str, ...] = ()  # addresses; empty: the run folder's own coordinator
-    plain: bool = False
-    loader: str = DEFAULT_LOADER
-    wait: float = FIRST_CONTACT_SECONDS
-
-    @property
-    def folder(self) -> Path:
-        """The node's own folder."""
-        return self.run / "nodes" / self.name
+Loader = Callable[[Options, Lock], Workshop]
 
 
 class Daemon:
@@ -74,7 +53,7 @@ class Daemon:
         """Read the run's folder and take the node's; the model is loaded by `run`."""
         self._options = options
         self._log = log
-        self._lock = _read_lock(options.run)
+        self._lock = nodeoptions.read_lock(options.run)
         self._notebook = Notebook(options.folder, self._lock.run_id)
         if self._notebook.warning:
             log.warning("%s", self._notebook.warning)
@@ -132,8 +111,7 @@ class Daemon:
 
     def _load(self) -> Workshop:
         began = time.monotonic()
-        load = _loader(self._options.loader)
-        workshop = load(self._options.run, self._lock, self._options.threads, self._options.backend)
+        workshop = _loader(self._options.loader)(self._options, self._lock)
         digest = workshop.digest()
         if digest != self._lock.digest:
             workshop.close()
@@ -149,7 +127,7 @@ class Daemon:
         """Find out where the coordinator is and open the socket; None when told to leave meanwhile."""
         options = self._options
         self._contact_by = time.monotonic() + options.wait
-        while not (addresses := options.coordinator or _published_address(options.run)):
+        while not (addresses := options.coordinator or nodeoptions.published_address(options.run)):
             if self._leave is not None:
                 return None
             if time.monotonic() > self._contact_by:
@@ -157,7 +135,7 @@ class Daemon:
                     f"no coordinator has started on {options.run}; start it, or name --coordinator"
                 )
             time.sleep(TICK_SECONDS)
-        server_key = None if options.plain else _pinned_key(options.run)
+        server_key = None if options.plain else nodeoptions.pinned_key(options.run)
         return Link(addresses, server_key, self._secret)
 
     def _first_contact(self) -> bool:
@@ -261,7 +239,7 @@ class Daemon:
         changed = self._link.refresh(now)
         if not self._options.coordinator and health.state != State.CONNECTED and now > self._next_look:
             self._next_look = now + ADDRESS_SECONDS
-            published = _published_address(self._options.run)
+            published = nodeoptions.published_address(self._options.run)
             if published and published != (self._link.address,):
                 self._link.redirect(published)
                 changed = True
@@ -283,32 +261,7 @@ class Daemon:
         self._notebook.close()
 
 
-# ---------------------------------------------------------------- the run's folder
-
-
-def _read_lock(run: Path) -> Lock:
-    path = run / "lock.json"
-    try:
-        return lock_from_bytes(path.read_bytes())
-    except OSError as error:
-        raise DaemonError(f"cannot read {path}: {error.strerror}; --run names the run's folder") from error
-
-
-def _published_address(run: Path) -> tuple[str, ...]:
-    try:
-        return (run.joinpath("coordinator", "address").read_text().strip(),)
-    except OSError:
-        return ()
-
-
-def _pinned_key(run: Path) -> bytes:
-    path = run / "coordinator" / "curve.pub"
-    try:
-        return keys.parse_public(path.read_text(), str(path))
-    except OSError as error:
-        raise DaemonError(
-            f"cannot read the coordinator's public key {path}; start the coordinator first"
-        ) from error
+# ---------------------------------------------------------------- small parts
 
 
 def _loader(spec: str) -> Loader:
@@ -339,7 +292,7 @@ def limit_threads(threads: int) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, work, and turn refusals into one sentence and exit code 1."""
-    options = _parse(arguments)
+    options = nodeoptions.parse(arguments)
     limit_threads(options.threads)
     log = logfile.start(options.run / "logs" / f"{options.name}.log", options.name)
     daemon: Daemon | None = None
@@ -370,33 +323,6 @@ def _on_signals(daemon: Daemon) -> None:
 
     signal.signal(signal.SIGTERM, leave)
     signal.signal(signal.SIGINT, leave)
-
-
-def _parse(arguments: Sequence[str] | None) -> Options:
-    parser = argparse.ArgumentParser(prog="esnode.daemon", description="Work for a run.")
-    parser.add_argument("--run", type=Path, required=True, help="the run's folder")
-    parser.add_argument("--name", required=True, help="this node's name; its files are in RUN/nodes/NAME")
-    parser.add_argument("--threads", type=int, default=0, help="threads of the engine; 0 = all cores")
-    parser.add_argument("--backend", help="kernel implementation: cpu or reference")
-    parser.add_argument("--coordinator", action="append", default=[], metavar="tcp://HOST:PORT")
-    parser.add_argument("--plain", action="store_true", help="no encryption: tests on loopback only")
-    parser.add_argument("--loader", default=DEFAULT_LOADER, help="MODULE:FUNCTION that builds the engine")
-    parser.add_argument(
-        "--wait", type=float, default=FIRST_CONTACT_SECONDS, help="seconds for the first contact"
-    )
-    found = parser.parse_args(arguments)
-    if not found.name or "/" in found.name or found.name.startswith("."):
-        parser.error(f"--name {found.name!r} is no file name")
-    return Options(
-        run=found.run,
-        name=found.name,
-        threads=found.threads or len(os.sched_getaffinity(0)),
-        backend=found.backend,
-        coordinator=tuple(found.coordinator),
-        plain=found.plain,
-        loader=found.loader,
-        wait=found.wait,
-    )
 
 
 if __name__ == "__main__":

@@ -97,6 +97,7 @@ class Link:
         self.dropped: Counter[str] = Counter()
         self.malformed = 0
         self.connections = 0  # finished handshakes so far
+        self._state = State.CONNECTING
         self._context: zmq.Context[Any] = zmq.Context()
         self._open()
 
@@ -178,7 +179,7 @@ class Link:
         self._opened = time.monotonic()
         self._tcp_since = 0.0
         self._cut = 0
-        self._set(State.CONNECTING)
+        self._set(State.CONNECTING, again=True)
         self._dealer.connect(self.address)
 
     def _reopen(self) -> None:
@@ -190,9 +191,10 @@ class Link:
         self._monitor.close(0)
         self._dealer.close(linger)
 
-    def _set(self, state: State) -> None:
-        self._state = state
-        self._since = time.monotonic()
+    def _set(self, state: State, again: bool = False) -> None:
+        if again or state != self._state:
+            self._state = state
+            self._since = time.monotonic()
 
     def _read_monitor(self) -> None:
         while self._monitor.poll(0):

@@ -14,12 +14,12 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from esnode.engines.interface import Cancelled
 from esnode.events import About
+from esnode.nodeoptions import Options
 from protocol import ledger, noise, seeds
 from protocol.ledger import Entry
 from protocol.lock import Lock
@@ -55,14 +55,14 @@ def base_digest() -> int:
 class ToyWorkshop:
     """Engine, prompts and scorer in one."""
 
-    def __init__(self, lock: Lock, backend: str | None) -> None:
+    def __init__(self, lock: Lock, name: str) -> None:
         self._lock = lock
         self._key = seeds.tensor_key(TENSOR)
         self._master = base_weights()
         self._seconds = float(lock.task_options.get("seconds", 0.0))
         self._fail = set(lock.task_options.get("fail", ()))
         print_ = hashlib.blake2b(b"toy", digest_size=8).digest()
-        self.about = About("toy", backend or "toy", "cpu", b"selftest", print_)
+        self.about = About(name, "toy", "cpu", b"selftest", print_)
 
     def digest(self) -> int:
         return noise.digest(self._master, self._key)
@@ -124,6 +124,6 @@ def _reward(live: np.ndarray, prompt: int) -> float:
     return -math.fsum((live.astype(np.float64) - target) ** 2) / WIDTH
 
 
-def load(run: Path, lock: Lock, threads: int, backend: str | None) -> ToyWorkshop:
+def load(options: Options, lock: Lock) -> ToyWorkshop:
     """The loader of `python -m esnode.daemon --loader tests.toy_engine:load`."""
-    return ToyWorkshop(lock, backend)
+    return ToyWorkshop(lock, options.name)

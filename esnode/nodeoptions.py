@@ -1,0 +1,111 @@
+"""What a node process is told: its command line, and what lies in the run's folder for it.
+
+Called by `daemon.py`; `workshop.py` builds the engine from the same options.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from protocol import keys
+from protocol.errors import UserError
+from protocol.lock import Lock, lock_from_bytes
+
+FIRST_CONTACT_SECONDS = 60.0  # how long a coordinator may take to appear
+DEFAULT_LOADER = "esnode.workshop:load"
+
+
+class FolderMissing(UserError):
+    """The run's folder lacks what a node needs from it."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says."""
+
+    run: Path
+    name: str
+    threads: int
+    backend: str | None = None
+    model: str | None = None  # folder, GGUF file or hub id; None: the plan's, or found by the lock's label
+    code: Path | None = None  # the folder a `python:` task may load its code from
+    coordinator: tuple[str, ...] = ()  # addresses; empty: the run folder's own coordinator
+    plain: bool = False
+    loader: str = DEFAULT_LOADER
+    wait: float = FIRST_CONTACT_SECONDS
+
+    @property
+    def folder(self) -> Path:
+        """The node's own folder."""
+        return self.run / "nodes" / self.name
+
+
+def parse(arguments: Sequence[str] | None) -> Options:
+    """Read the command line; exits with code 2 and a usage line when it makes no sense."""
+    parser = argparse.ArgumentParser(prog="esnode.daemon", description="Work for a run.")
+    parser.add_argument("--run", type=Path, required=True, help="the run's folder")
+    parser.add_argument("--name", required=True, help="this node's name; its files are in RUN/nodes/NAME")
+    parser.add_argument("--threads", type=int, default=0, help="threads of the engine; 0 = all cores")
+    parser.add_argument("--backend", help="kernel implementation: cpu or reference")
+    parser.add_argument("--model", help="folder, GGUF file or hub id of the base model; default: the plan's")
+    parser.add_argument("--code", type=Path, help="folder a python: task may load its code from")
+    parser.add_argument("--coordinator", action="append", default=[], metavar="tcp://HOST:PORT")
+    parser.add_argument("--plain", action="store_true", help="no encryption: tests on loopback only")
+    parser.add_argument("--loader", default=DEFAULT_LOADER, help="MODULE:FUNCTION that builds the engine")
+    parser.add_argument(
+        "--wait", type=float, default=FIRST_CONTACT_SECONDS, help="seconds for the first contact"
+    )
+    found = parser.parse_args(arguments)
+    if not found.name or "/" in found.name or found.name.startswith("."):
+        parser.error(f"--name {found.name!r} is no file name")
+    return Options(
+        run=found.run,
+        name=found.name,
+        threads=found.threads or _cores(),
+        backend=found.backend,
+        model=found.model,
+        code=found.code,
+        coordinator=tuple(found.coordinator),
+        plain=found.plain,
+        loader=found.loader,
+        wait=found.wait,
+    )
+
+
+def _cores() -> int:
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not Linux
+        return os.cpu_count() or 1
+
+
+def read_lock(run: Path) -> Lock:
+    """The run's lock."""
+    path = run / "lock.json"
+    try:
+        return lock_from_bytes(path.read_bytes())
+    except OSError as error:
+        raise FolderMissing(f"cannot read {path}: {error.strerror}; --run names the run's folder") from error
+
+
+def published_address(run: Path) -> tuple[str, ...]:
+    """Where the folder's own coordinator listens; empty while it does not."""
+    try:
+        return (run.joinpath("coordinator", "address").read_text().strip(),)
+    except OSError:
+        return ()
+
+
+def pinned_key(run: Path) -> bytes:
+    """The coordinator's public key, the only one this node will talk to."""
+    path = run / "coordinator" / "curve.pub"
+    try:
+        return keys.parse_public(path.read_text(), str(path))
+    except OSError as error:
+        raise FolderMissing(
+            f"cannot read the coordinator's public key {path}; start the coordinator first"
+        ) from error

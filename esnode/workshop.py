@@ -1,0 +1,108 @@
+"""The node's real workshop: model, prompts and scorer of a run's lock, for the engine thread.
+
+Called by `daemon.py` (its default loader). Everything that could differ from the run's lock is compared
+here, so that a node with another model, tokenizer, task file or scorer never says Hello.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from esnode import ancestry, locking, models
+from esnode.engines import transformers_engine
+from esnode.engines.interface import MemoryPlan
+from esnode.engines.transformers_engine import TransformersEngine
+from esnode.events import About
+from esnode.kernels import pick, selftest_digest
+from esnode.models import ModelFolder
+from esnode.nodeoptions import Options
+from esnode.scoring import Scorer
+from esnode.worker import Outcome, Worker
+from protocol import plan
+from protocol.errors import UserError
+from protocol.ledger import Entry
+from protocol.lock import Lock
+from protocol.messages import Unit
+
+
+class TaskFileMissing(UserError):
+    """The run's task data are not in its folder."""
+
+
+class Workshop:
+    """Engine, worker and scorer of one run. Not thread-safe."""
+
+    def __init__(
+        self, engine: TransformersEngine, worker: Worker, scorer: Scorer | None, about: About
+    ) -> None:
+        self.about = about
+        self._engine = engine
+        self._worker = worker
+        self._scorer = scorer
+
+    def digest(self) -> int:
+        """D of the master."""
+        return self._engine.digest()
+
+    def apply(self, entries: Sequence[Entry]) -> list[int]:
+        """Fold entries into the master; D after each."""
+        return self._engine.apply(entries)
+
+    def evaluate(self, unit: Unit, stop: Callable[[], bool], progress: Callable[[int], None]) -> Outcome:
+        """Measure a unit; Cancelled once `stop()` is true."""
+        return self._worker.evaluate(unit, stop, progress)
+
+    def close(self) -> None:
+        """End the scoring process."""
+        if self._scorer is not None:
+            self._scorer.close()
+
+
+def load(options: Options, lock: Lock) -> Workshop:
+    """Build it all from the run's folder. UserError for a model, task or memory that does not fit."""
+    log = logging.getLogger(options.name)
+    model = _model(options, lock, log)
+    try:
+        data = (options.run / "task.jsonl").read_bytes()
+    except OSError as error:
+        raise TaskFileMissing(f"cannot read {options.run / 'task.jsonl'}: {error.strerror}") from error
+    prepared = locking.prepare(lock, model.path, data, code=options.code)
+
+    def tell(memory: MemoryPlan) -> None:
+        log.info("memory: %.2f GB needed, %.2f GB free", memory.total / 1e9, memory.available / 1e9)
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    kernels = pick(device, options.backend, options.threads)  # the self-test comes before the big allocation
+    selftest = selftest_digest(kernels, device)
+    engine = transformers_engine.load(
+        lock,
+        model.path,
+        threads=options.threads,
+        backend=options.backend,
+        device=device,
+        report=tell,
+    )
+    for chain, upto in ancestry.ancestors(lock, options.run / "parents"):
+        engine.replay(chain, upto)
+    scorer = locking.scorer(lock, data, code=options.code)
+    about = About(options.name, engine.backend, device, selftest, engine.fingerprint)
+    return Workshop(engine, Worker(lock, engine, prepared, scorer), scorer, about)
+
+
+def _model(options: Options, lock: Lock, log: logging.Logger) -> ModelFolder:
+    """The base model: the one named, else the plan's, else what goes by the lock's label."""
+    named = options.model or _planned(options.run)
+    if named:
+        return models.resolve(named, log.info)
+    return models.find_by_base(lock.base, lock.model, log.info)
+
+
+def _planned(run: Path) -> str | None:
+    try:
+        return plan.parse((run / "plan.toml").read_text(encoding="utf-8")).model
+    except OSError:
+        return None
