@@ -96,20 +96,21 @@ class Processes:
 
     def coordinator(self, *extra: str, bind: str = "tcp://127.0.0.1:0") -> subprocess.Popen[bytes]:
         """Start the coordinator."""
-        return self._start(
+        return self.start(
             "coordinator", "coordinator.server", "--data", str(self.folder), "--bind", bind, *extra
         )
 
     def node(self, name: str, *extra: str) -> subprocess.Popen[bytes]:
         """Start a toy node."""
         arguments = ("--run", str(self.folder), "--name", name, "--threads", "1")
-        return self._start(name, "esnode.daemon", *arguments, "--loader", "tests.toy_engine:load", *extra)
+        return self.start(name, "esnode.daemon", *arguments, "--loader", "tests.toy_engine:load", *extra)
 
-    def _start(self, name: str, module: str, *arguments: str) -> subprocess.Popen[bytes]:
+    def start(self, name: str, module: str, *arguments: str, **environment: str) -> subprocess.Popen[bytes]:
+        """Start a module as the process called `name`."""
         log = open(self.folder / f"{name}.stderr", "ab")  # noqa: SIM115 - the child keeps it
         command = [sys.executable, "-m", module, *arguments]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        self.running[name] = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT, env=environment)
+        surroundings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
+        self.running[name] = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT, env=surroundings)
         log.close()
         return self.running[name]
 

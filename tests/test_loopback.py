@@ -15,7 +15,7 @@ import pytest
 from protocol import keys, ledger
 from protocol.ledger import EntryKind, LedgerFile
 from tests import toy_engine
-from tests.runs import Processes, make_folder, wait_for
+from tests.runs import SIGNING_SEED, Processes, make_folder, wait_for
 
 ROUNDS = 6
 SLOW = {"task_options": {"seconds": 0.04}}  # long enough to be interrupted, six rounds take about a second
@@ -348,3 +348,23 @@ def test_a_coordinator_on_another_port_is_found(tmp_path: Path) -> None:
         processes.coordinator()
         reached = wait_for(processes.status)["round"]
         wait_for(lambda: round_of(processes) > reached)
+
+
+# ---------------------------------------------------------------- the commands
+
+
+def test_the_commands_wrap_the_processes(tmp_path: Path, unbroken: int) -> None:
+    make_folder(tmp_path, (), ROUNDS, **SLOW)
+    with Processes(tmp_path) as processes:
+        serve = ("coordinator", "serve", "--data", str(tmp_path), "--allow", "n1")
+        processes.start("coordinator", "esnode.cli.main", *serve, ESNODE_CONFIG=str(tmp_path / "config"))
+        assert processes.running["coordinator"].wait(10) == 1
+        assert "another signing key than yours" in processes.words("coordinator")
+        (tmp_path / "config" / "coordinator.key").unlink()
+        keys.write_signing(tmp_path / "config" / "coordinator.key", SIGNING_SEED)
+        processes.start("coordinator", "esnode.cli.main", *serve, ESNODE_CONFIG=str(tmp_path / "config"))
+        words = ("node", "--run", str(tmp_path), "--name", "n1", "--loader", "tests.toy_engine:load")
+        processes.start("n1", "esnode.cli.main", *words)
+        processes.wait_end()
+        assert processes.running["n1"].wait(5) == 0
+        assert processes.final_digest() == unbroken

@@ -1,0 +1,57 @@
+"""The command that works for a run: node."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.option(
+    "--run", "run_", type=click.Path(path_type=Path, file_okay=False), required=True, help="The run's folder."
+)
+@click.option(
+    "--name", default=platform.node(), show_default="host name", help="This node's name in the folder."
+)
+@click.option("--threads", type=click.IntRange(min=1), metavar="T", help="CPU threads [default: all].")
+@click.option("--backend", type=click.Choice(["cpu", "reference"]), help="Kernels [default: the fastest].")
+@click.option(
+    "--model", metavar="MODEL", help="Base model: folder, .gguf file or hub id [default: the plan's]."
+)
+@click.option(
+    "--code",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder a python: task's code may come from.",
+)
+@click.option(
+    "--coordinator", multiple=True, metavar="ADDRESS", help="Where it listens [default: as the folder says]."
+)
+@click.option(
+    "--wait",
+    type=click.FloatRange(min=0),
+    metavar="SECONDS",
+    help="For the coordinator to appear [default: 60].",
+)
+@click.option("--loader", hidden=True, help="MODULE:FUNCTION that builds the engine.")
+def node(run_: Path, coordinator: tuple[str, ...], **options: object) -> None:
+    """Evaluate members for the run in the folder --run, until it ends.
+
+    Ctrl-C or SIGTERM hands the work back and exits within seconds; the same command joins again. The node's
+    key has to be on the coordinator's list (`esnode coordinator serve --allow NAME`).
+
+    \b
+    Example:
+      esnode node --run runs/mine --name a --threads 4
+    """
+    from esnode import daemon
+
+    words = ["--run", str(run_)]
+    for address in coordinator:
+        words += ["--coordinator", address]
+    for name, value in options.items():
+        if value is not None:
+            words += [f"--{name}", str(value)]
+    sys.exit(daemon.main(words))
