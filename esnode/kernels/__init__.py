@@ -1,6 +1,7 @@
-"""Noise kernels: one interface (`interface.py`), several backends with equal bits, and the choice between them.
+"""Noise kernels: one interface (`interface.py`), several backends with equal bits, and the choice of one.
 
-Importing this package loads torch but no backend; `pick` does. A backend that fails its golden self-test is refused.
+Importing this package loads torch but no backend; `pick` does. A backend that fails its golden self-test is
+refused.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ _passed: dict[tuple[str, str], SelftestReport] = {}
 def _obstacle(name: str, device: str) -> str | None:
     """Why a backend cannot run on a device here, or None."""
     _, kinds, module = _BACKENDS[name]
-    kind = device.split(":")[0]
+    kind = device.split(":", maxsplit=1)[0]
     if kinds is not None and kind not in kinds:
         return f"it runs on {', '.join(kinds)}, not on {kind}"
     if module is not None and importlib.util.find_spec(module) is None:
@@ -81,8 +82,8 @@ def create(name: str, device: str = "cpu", threads: int | None = None) -> Kernel
 def pick(device: str, name: str | None = None, threads: int | None = None) -> Kernels:
     """The best backend for a torch device ("cpu", "cuda:0"), or the one called `name`, self-tested.
 
-    The test runs once per process, backend and device. SelftestFailed when a kernel differs from the law (there is
-    no silent fall-back: it would hide a broken machine), KernelUnavailable when it cannot run.
+    The test runs once per process, backend and device. SelftestFailed when a kernel differs from the law
+    (there is no silent fall-back: it would hide a broken machine), KernelUnavailable when it cannot run.
     """
     if name is None:
         name = next(n for n, obstacle in available(device).items() if obstacle is None)

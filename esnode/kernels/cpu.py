@@ -1,15 +1,16 @@
 """The `cpu` backend: numba loops, cut over threads of our own.
 
-May import torch, numpy, numba (through `cpu_loops`) and `protocol`. Threads are a plain pool calling compiled code
-that holds no interpreter lock, not numba's own: its OpenMP layer forbids fork and spins beside torch's, and its
-work queue aborts when two threads use it. Each element depends on its own address only, so cuts change nothing.
+May import torch, numpy, numba (through `cpu_loops`) and `protocol`. Threads are a plain pool calling compiled
+code that holds no interpreter lock, not numba's own: its OpenMP layer forbids fork and spins beside torch's,
+and its work queue aborts when two threads use it. Each element depends on its own address only, so cuts
+change nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -51,16 +52,14 @@ def _cut(region: Region, parts: int) -> list[tuple[int, Region]]:
         edges = [region.rows * k // parts for k in range(parts + 1)]
         return [
             (a * region.width, Region(region.start + a * region.stride, b - a, region.width, region.stride))
-            for a, b in zip(edges, edges[1:], strict=False)
+            for a, b in pairwise(edges)
         ]
     if region.rows > 1 or parts == 1:
         return [(0, region)]
     # Cut between blocks of noise, so that no block is made twice.
     inner = [(region.start + region.count * k // parts) // loops.BLOCK * loops.BLOCK for k in range(1, parts)]
     edges = [region.start, *inner, region.start + region.count]
-    return [
-        (a - region.start, Region.whole(b - a, a)) for a, b in zip(edges, edges[1:], strict=False) if b > a
-    ]
+    return [(a - region.start, Region.whole(b - a, a)) for a, b in pairwise(edges) if b > a]
 
 
 class CpuKernels:

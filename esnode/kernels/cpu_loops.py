@@ -1,9 +1,10 @@
-"""The inner loops of the `cpu` backend, compiled by numba: one run of rows each, no threads, no interpreter lock.
+"""The inner loops of the `cpu` backend, compiled by numba: no threads, no interpreter lock.
 
-May import numba and `protocol` only; called by `cpu.py`. What makes them fast: noise comes in blocks of 128 elements
-(32 Philox counters times 4 words), so that a block needs no addresses and LLVM vectorises every inner loop; the
-first two Philox rounds are folded into per-seed constants; the table is a global, hence a constant of the code.
-Products of 32 by 32 bits are written `multiplier * (x & LOW32)`: that form becomes one vector multiply.
+May import numba and `protocol` only; called by `cpu.py`. What makes them fast: noise comes in blocks of 128
+elements (32 Philox counters times 4 words), so that a block needs no addresses and LLVM vectorises every
+inner loop; the first two Philox rounds are folded into per-seed constants; the table is a global, hence a
+constant of the code. Products of 32 by 32 bits are written `multiplier * (x & LOW32)`: that form becomes one
+vector multiply.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _FMIX1, _FMIX2 = U64(0xFF51AFD7ED558CCD), U64(0xC4CEB9FE1A85EC53)
 
 
 def _compiled(function: Callable[..., Any]) -> Any:
-    """njit, cached on disk where a place for the cache exists (beside this file, else the user's cache folder)."""
+    """njit, cached on disk where there is a place for it: beside this file, else the user's cache folder."""
     options = {"nogil": True, "error_model": "numpy", "fastmath": False}
     try:
         return numba.njit(cache=True, **options)(function)
@@ -79,7 +80,7 @@ def _bits_of(typing, value):  # type: ignore[no-untyped-def]
 
 @_inline
 def _fold(seed, tid, tag, high, key):
-    """Constants of one (seed, tensor, tag, high counter word): rounds 0 and 1 as far as they do not need the low word.
+    """Constants of one (seed, tensor, tag, high counter word): rounds 0 and 1 as far as they need no more.
 
     key[0] and key[1] enter round 1, key[2] and key[3] round 2; then (k0, k1) of rounds 2 to 6 in key[4:14].
     """
@@ -162,7 +163,7 @@ def _odd(word):
 
 @_inline
 def _group(first, last):
-    """How many blocks from `first` to make at once: groups never straddle a multiple of GROUP, hence no carry."""
+    """How many blocks from `first` to make at once: groups never straddle a multiple of GROUP: no carry."""
     return min(GROUP - (first & (GROUP - 1)), last - first)
 
 
@@ -262,7 +263,7 @@ def fill(seed, tid, start, rows, width, stride, out):
 
 @_compiled
 def perturb(seed, tid, start, rows, width, stride, scale, m32, m16, wide, kind, l32, l16):
-    """live = round(master + m * scale); masters and live weights as bits, in the arrays `wide` and `kind` select."""
+    """live = round(master + m * scale); `wide` and `kind` say which of the arrays of bits are meant."""
     key = np.empty(KEYS, U64)
     p0 = np.empty(32 * GROUP, U64)
     words = np.empty(BLOCK * GROUP, U32)
@@ -340,7 +341,7 @@ def _move(bits, n, q, c_sum, scale, wide, words):
 
 @_compiled
 def update(tid, start, rows, width, stride, seeds, c, ends, scales, rounding, m32, m16, wide, sums):
-    """Steps 0 .. len(ends) on the master in place; step t uses noises ends[t-1] .. ends[t]; sums[t] += its digest."""
+    """All steps on the master in place; step t has noises ends[t-1] .. ends[t], its digest goes to sums[t]."""
     members, steps = len(seeds), len(ends)
     keys = np.empty((members + steps, KEYS), U64)
     p0 = np.empty(32 * GROUP, U64)

@@ -1,7 +1,7 @@
 """What a kernel backend must do: five operations on a slice of a tensor, with equal bits on every backend.
 
-Lives here: the address of a slice (`Region`), the `Kernels` protocol, and the checks all backends share. May import
-torch and `protocol` only. Called by `esnode.replica` and by the backends themselves.
+Lives here: the address of a slice (`Region`), the `Kernels` protocol, and the checks all backends share. May
+import torch and `protocol` only. Called by `esnode.replica` and by the backends themselves.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from protocol.shaping import Step
 
 MASTER_DTYPES = (torch.float32, torch.bfloat16)
 LIVE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Far from float32's subnormals and infinities, so that m * sigma * 2^-13 is exact whatever the processor flushes.
+# Far from float32's subnormals and infinities: m * sigma * 2^-13 is exact whatever a processor flushes.
 _SMALLEST_SIGMA, _LARGEST_SIGMA = 2.0**-80, 2.0**20
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A slice of a tensor as `rows` rows of `width` elements; element (i, j) has index start + i * stride + j.
+    """A slice: `rows` rows of `width` elements of a tensor; element (i, j) has index start + i * stride + j.
 
-    The index is row-major in the full, unsharded tensor; the slice itself is stored contiguously, row after row.
-    A whole tensor, or any run of consecutive elements, is one row. ValueError when an index leaves 0 .. 2^62.
+    The index is row-major in the full, unsharded tensor; the slice itself is stored contiguously, row after
+    row. A whole tensor, or any run of consecutive elements, is one row. ValueError when an index leaves 0 ..
+    2^62.
     """
 
     start: int
@@ -60,7 +61,7 @@ class Region:
 
 
 class Kernels(Protocol):
-    """One backend. Tensors are contiguous and hold exactly the region's elements; ValueError when they do not.
+    """One backend. Tensors are contiguous and hold exactly the region's elements; ValueError if not.
 
     `tid` is the tensor's u32 key, `seed` a u64. Masters are float32, or bfloat16 rounded stochastically; live
     weights are bfloat16, float16 or float32. No result depends on `threads` or on how a tensor is cut.
@@ -101,7 +102,7 @@ def check_master(master: torch.Tensor, region: Region | None = None) -> None:
 
 
 def check_live(master: torch.Tensor, live: torch.Tensor) -> None:
-    """ValueError unless `live` is a contiguous tensor of a live dtype, as large as the master, on its device."""
+    """ValueError unless `live` is contiguous, of a live dtype, as large as the master, on its device."""
     _check("live", live, LIVE_DTYPES, None)
     if live.numel() != master.numel() or live.device != master.device:
         raise ValueError(
@@ -122,7 +123,7 @@ def check_address(seed: int, tid: int) -> None:
 
 
 def noise_scale(sigma: float, sign: int) -> float:
-    """sign * sigma * 2^-13, what m is multiplied with; ValueError unless sigma is a positive bfloat16 value."""
+    """sign * sigma * 2^-13, the factor of m; ValueError unless sigma is a positive bfloat16 value."""
     if not (_SMALLEST_SIGMA <= sigma <= _LARGEST_SIGMA and noise.is_bf16(sigma)) or sign not in (1, -1):
         raise ValueError(
             f"sigma {sigma} is not a positive bfloat16 of usual size, or sign {sign} not 1 or -1"

@@ -1,8 +1,8 @@
-"""The law in torch eager, on any device: each element hashes its own address, so a slice is just a set of indices.
+"""The law in torch eager, on any device: each element hashes its own address, a slice is a set of indices.
 
-Slow and plain on purpose: disputes are settled with it. May import torch and `protocol` only. All integer work is
-done in int64, where torch wraps as two's complement everywhere; memory is bounded by working `CHUNK` elements at a
-time.
+Slow and plain on purpose: disputes are settled with it. May import torch and `protocol` only. All integer
+work is done in int64, where torch wraps as two's complement everywhere; memory is bounded by working `CHUNK`
+elements at a time.
 """
 
 from __future__ import annotations
