@@ -17,7 +17,7 @@ import esnode.events as ne
 from coordinator import machine
 from esnode import node
 from protocol.entries import EntryKind, parse
-from protocol.messages import Message, Unit
+from protocol.messages import Kind, Message, Unit
 from tests.checkers import require
 from tests.replica import Replica, measure
 
@@ -285,7 +285,7 @@ class SimNode(Actor):
             if job != self.job:
                 return
             self.job += 1
-            if unit.member in self.poisoned:
+            if unit.kind == Kind.MEMBER and unit.member in self.poisoned:
                 return self.step(ne.EvaluationFailed(self.world.now, unit, "out of memory"))
             outcome = measure(lock, self.replica.master, unit)
             self.step(ne.Evaluated(self.world.now, unit, outcome))

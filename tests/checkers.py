@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from coordinator.state import State
 from protocol.entries import CommitBody, Entry, EntryKind, ScoreBody, parse
 from protocol.lock import Lock
@@ -21,13 +23,16 @@ def require(condition: bool, what: str) -> None:
 class Checkers:
     """The omniscient observer. It sees every flush, every message sent, every apply."""
 
-    def __init__(self, lock: Lock) -> None:
+    def __init__(self, lock: Lock, probes: Callable[[int], bool]) -> None:
+        """`probes`: whether the state after so many commits is measured on the held-out prompts."""
         self.lock = lock
+        self.probes = probes
         self.truth = Truth(lock)
         self.chain: dict[int, Entry] = {}  # height -> the only entry anybody may ever show there
         self.commits: dict[tuple[int, int], bytes] = {}  # (term, round) -> hash
         self.measured: dict[tuple[Unit, bytes], tuple[float, ...]] = {}
         self.acked: set[tuple[int, int, int, int]] = set()  # (round, kind, member, chunk)
+        self.scored: set[int] = set()  # states with a held-out score
         self.applies = 0
 
     # ------------------------------------------------------------ the chain
@@ -66,11 +71,15 @@ class Checkers:
         for round, kind, index, chunk in self.acked:
             what = f"acknowledged chunk {chunk} of member {index} of round {round} is lost"
             require(round != entry.round or kind == Kind.PROBE or index in named, what)
+        if self.probes(entry.round):
+            require(entry.round in self.scored, f"round {entry.round} closed before its held-out probe")
         self.truth.commit(body)
 
     def _score(self, body: ScoreBody) -> None:
         right = self.truth.probe(body.state_round)
         require((body.sums, body.correct) == (right.sums, right.correct), "a score is not the measured one")
+        require(body.state_round not in self.scored, "a state is scored twice")
+        self.scored.add(body.state_round)
 
     # ------------------------------------------------------------ messages
 

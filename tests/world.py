@@ -25,6 +25,7 @@ from functools import partial
 from typing import Any
 
 from coordinator import machine
+from coordinator.rounds import probe_due
 from protocol import wire
 from protocol.entries import public_key
 from protocol.messages import Message
@@ -77,7 +78,7 @@ class World:
         self.signing_key = hashlib.blake2b(b"coordinator", digest_size=32).digest()
         self.lock = make_lock(public_key(self.signing_key), **lock)
         self.ops = Ops(rounds=rounds, **{"eval_every": 2, **(ops or {})})
-        self.checkers = Checkers(self.lock)
+        self.checkers = Checkers(self.lock, lambda state: probe_due(self.lock, self.ops, state)[0])
         self.lines: list[str] = []  # the story, for people
         self.notes: list[tuple[str, str, Mapping[str, Any]]] = []
         self.rules: list[Rule] = []
