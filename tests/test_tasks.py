@@ -340,7 +340,7 @@ def test_bad_python_tasks(folder: Path, argument: str, content: str, words: str)
 
 
 def test_python_task_needs_a_named_folder(folder: Path) -> None:
-    with pytest.raises(TaskError, match="--task-dir or ESNODE_TASK_DIR"):
+    with pytest.raises(TaskError, match="--code or ESNODE_TASK_DIR"):
         tasks.materialise("python:guess.py", {})
 
 

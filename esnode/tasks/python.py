@@ -50,7 +50,7 @@ class PythonTask(Task):
         if named is None:
             raise TaskError(
                 f"task 'python:{argument}' runs your own code: name the folder it may come from with "
-                f"--task-dir or {FOLDER_VARIABLE}"
+                f"--code or {FOLDER_VARIABLE}"
             )
         root = named.expanduser().resolve()
         path = (root / argument).resolve()

@@ -1,0 +1,111 @@
+"""`esnode evaluate`: a model or a ledger, a task, a table."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from esnode.cli.ledger import BASE, ROUND, THREADS, told
+
+
+@click.command()
+@click.argument("what", metavar="MODEL|LEDGER")
+@click.option("--task", metavar="T", help="What to measure [default: the ledger's own task].")
+@click.option("--split", type=click.Choice(["heldout", "train"]), default="heldout", show_default=True)
+@click.option(
+    "--samples", type=click.IntRange(min=0), default=0, metavar="N", help="Sampled answers per prompt."
+)
+@click.option("--temperature", type=float, default=1.0, show_default=True, help="Of the sampled answers.")
+@click.option("--top-p", type=float, default=1.0, show_default=True, help="Nucleus of the sampled answers.")
+@click.option("--max-new-tokens", type=click.IntRange(min=0), default=0, help="0: the task's own limit.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the sampling.")
+@click.option(
+    "--option", "-o", "pairs", multiple=True, metavar="KEY=VALUE", help="A task option, as in [run.options]."
+)
+@click.option(
+    "--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), default="bfloat16", help="Of a MODEL."
+)
+@click.option(
+    "--code", type=click.Path(path_type=Path, file_okay=False), help="Folder of a python: task's file."
+)
+@BASE
+@ROUND
+@THREADS
+@click.option("--json", "as_json", is_flag=True, help="Print the report, per-prompt results too, as JSON.")
+def evaluate(
+    what: str,
+    task: str | None,
+    split: str,
+    samples: int,
+    temperature: float,
+    top_p: float,
+    max_new_tokens: int,
+    seed: int,
+    pairs: Sequence[str],
+    dtype: str,
+    code: Path | None,
+    base: str | None,
+    round_: int | None,
+    threads: int | None,
+    as_json: bool,
+) -> None:
+    """Score MODEL, or the weights of a round of LEDGER, on a task.
+
+    Always measured: the greedy answers (for likelihood tasks: the mean log-likelihood). With --samples N
+    also mean@N, the mean share of right answers, and pass@k without bias (Chen et al. 2021) for k = 1, 2, 4,
+    ... up to N. Intervals are 95% over prompts: Wilson's for the share of right greedy answers, percentile
+    bootstrap for the rest.
+
+    \b
+    Examples:
+      esnode evaluate demo --task short-answers
+      esnode evaluate runs/mine --round 0
+      esnode evaluate runs/mine --task countdown --samples 16 --temperature 0.8 --json
+    """
+    from rich.console import Console
+
+    from esnode import evaluate as measuring
+
+    settings = measuring.Settings(split, samples, temperature, top_p, max_new_tokens, seed)
+    options = dict(map(parse_option, pairs))
+    with told() as tell:
+        if measuring.is_ledger(what):
+            subject = measuring.open_ledger(
+                what, task, options, round=round_, base=base, threads=threads, code=code, tell=tell
+            )
+        else:
+            _refuse_ledger_options(task, base, round_)
+            subject = measuring.open_model(
+                what, task or "", options, live_dtype=dtype, threads=threads, code=code, tell=tell
+            )
+        try:
+            report = subject.measure(settings, tell)
+        finally:
+            subject.close()
+    if as_json:
+        click.echo(json.dumps(report.as_json(), indent=1, ensure_ascii=False))
+    else:
+        Console().print(report.table())
+
+
+def parse_option(pair: str) -> tuple[str, Any]:
+    """KEY=VALUE with the value as TOML writes it; a bare word is a text."""
+    key, equals, value = pair.partition("=")
+    if not key or not equals:
+        raise click.UsageError(f"--option {pair}: write KEY=VALUE, for example -o seed=3")
+    try:
+        return key, tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key, value
+
+
+def _refuse_ledger_options(task: str | None, base: str | None, round_: int | None) -> None:
+    if task is None:
+        raise click.UsageError("a model needs a task to be measured on: --task short-answers, for example")
+    if base is not None or round_ is not None:
+        raise click.UsageError("--base and --round are for ledgers: MODEL|LEDGER names a model here")

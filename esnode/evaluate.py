@@ -1,0 +1,354 @@
+"""How good a model, or any round of a ledger, is at a task: greedy score, mean@n and pass@k, with intervals.
+
+Lives here: opening what is to be evaluated, the measurement, the report. Called by `cli/evaluate.py`, and as
+a library: `evaluate.run(engine, prepared, scorer)`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from esnode import episodes, estimates, locking, prompts, tasks
+from esnode.engines.interface import Engine, Sampling
+from esnode.episodes import Episode, Spent
+from esnode.estimates import Estimate
+from esnode.locking import Tell, silent
+from esnode.models import ModelFolder
+from esnode.prompts import Prepared
+from esnode.scoring import Scorer
+from protocol import plan, seeds
+from protocol.errors import UserError
+from protocol.lock import Lock
+
+ROWS = 32  # answers given to the engine at once: the grain of the progress bar
+
+
+class EvaluateError(UserError):
+    """An evaluation that makes no sense; the sentence says what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What is measured. `samples` answers per prompt are drawn besides the greedy one; 0 leaves it at that.
+
+    `max_new_tokens` 0 means the task's own limit; `seed` chooses the random streams.
+    """
+
+    split: str = "heldout"
+    samples: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_new_tokens: int = 0
+    seed: int = 0
+
+    def checked(self, mode: str) -> Settings:
+        """The settings themselves. Raises EvaluateError."""
+        if self.split not in ("train", "heldout"):
+            raise EvaluateError(f"split = {self.split!r}: choose train or heldout")
+        if self.samples and mode == "likelihood":
+            raise EvaluateError(
+                "this task is scored by a likelihood, nothing is sampled: leave --samples out"
+            )
+        if self.samples and self.temperature <= 0:
+            raise EvaluateError("sampling at temperature 0 gives the greedy answer again: choose one above 0")
+        if self.samples < 0 or self.temperature < 0 or not 0 < self.top_p <= 1:
+            raise EvaluateError("samples and temperature are at least 0, top_p is above 0 and at most 1")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class PromptResult:
+    """One prompt: the greedy score, and what the samples were worth."""
+
+    index: int
+    reward: float
+    correct: bool
+    text: str  # the greedy answer; "" for likelihood tasks
+    rewards: tuple[float, ...] = ()
+    corrects: tuple[bool, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The result. `pass_at[k]` is unbiased; `mean_correct` is mean@n, the mean share of right samples."""
+
+    model: str
+    task: str
+    round: int | None
+    settings: Settings
+    prompts: int
+    mode: str
+    greedy_reward: Estimate
+    greedy_correct: Estimate
+    mean_reward: Estimate | None
+    mean_correct: Estimate | None
+    pass_at: Mapping[int, Estimate]
+    floored: Mapping[str, int]  # answers that got the floor because scoring failed, by reason
+    tokens: int
+    seconds: float
+    results: tuple[PromptResult, ...] = field(repr=False)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data, per-prompt results last."""
+        return asdict(self)
+
+    def rows(self) -> list[tuple[str, Estimate]]:
+        """(label, estimate) in the order they are shown."""
+        n = self.settings.samples
+        first = "mean log-likelihood" if self.mode == "likelihood" else "greedy reward"
+        found = [(first, self.greedy_reward), ("greedy correct", self.greedy_correct)]
+        if self.mean_reward and self.mean_correct:
+            found += [(f"mean reward of {n}", self.mean_reward), (f"mean@{n}", self.mean_correct)]
+        return found + [(f"pass@{k}", estimate) for k, estimate in self.pass_at.items()]
+
+    def table(self) -> Table:
+        """For a terminal."""
+        state = "" if self.round is None else f" after {self.round} rounds"
+        table = Table(
+            title=f"{self.model}{state}, {self.task}, {self.prompts} {self.settings.split} prompts",
+            caption=self._caption(),
+            title_justify="left",
+            caption_justify="left",
+        )
+        for name in ("", "value", "95% interval", "method"):
+            table.add_column(name, justify="left" if name in ("", "method") else "right")
+        for label, estimate in self.rows():
+            interval = f"{estimate.low:.4f} to {estimate.high:.4f}"
+            table.add_row(label, f"{estimate.value:.4f}", interval, estimate.method)
+        return table
+
+    def _caption(self) -> str:
+        words = ["intervals over prompts"]
+        if self.settings.samples:
+            words.append(f"{self.settings.samples} samples at temperature {self.settings.temperature:g}")
+        words.append(f"{self.tokens} tokens in {self.seconds:.1f} s")
+        words += [f"{count} answers got the floor: {reason}" for reason, count in self.floored.items()]
+        return "; ".join(words)
+
+
+# ---------------------------------------------------------------- measuring
+
+
+def run(
+    engine: Engine,
+    prepared: Prepared,
+    scorer: Scorer | None = None,
+    settings: Settings | None = None,
+    *,
+    model: str = "",
+    round: int | None = None,
+    tell: Tell = silent,
+) -> Report:
+    """Measure the engine's live weights on one split of the task. Raises EvaluateError on senseless settings.
+
+    `scorer` is needed by tasks that generate. `model` and `round` are labels for the report.
+    """
+    chosen = (settings or Settings()).checked(prepared.task.mode)
+    began = time.perf_counter()
+    if prepared.task.mode == "likelihood":
+        greedy, drawn = _likely(engine, prepared, chosen.split, tell), []
+    else:
+        greedy, drawn = _played(engine, prepared, scorer, chosen, tell)
+    results = [_result(index, greedy[index], drawn[index] if drawn else []) for index in range(len(greedy))]
+    every = [*greedy, *(episode for samples in drawn for episode in samples)]
+    return Report(
+        model=model,
+        task=prepared.task.name,
+        round=round,
+        settings=chosen,
+        prompts=len(results),
+        mode=prepared.task.mode,
+        greedy_reward=estimates.mean([result.reward for result in results]),
+        greedy_correct=estimates.share(sum(result.correct for result in results), len(results)),
+        mean_reward=estimates.mean([_average(result.rewards) for result in results]) if drawn else None,
+        mean_correct=estimates.mean([_average(result.corrects) for result in results]) if drawn else None,
+        pass_at={k: _pass_at(results, k) for k in estimates.powers_of_two(chosen.samples)},
+        floored=Counter(episode.failure for episode in every if episode.failure),
+        tokens=sum(episode.tokens for episode in every),
+        seconds=time.perf_counter() - began,
+        results=tuple(results),
+    )
+
+
+def _likely(engine: Engine, prepared: Prepared, split: str, tell: Tell) -> list[Episode]:
+    total = prepared.count(split)
+    measured: list[Episode] = []
+    for start in range(0, total, ROWS):
+        tell("measuring likelihoods", start, total)
+        rows = range(start, min(start + ROWS, total))
+        measured += episodes.likelihoods(engine, prepared, split, rows, Spent())
+    tell("measuring likelihoods", total, total)
+    return measured
+
+
+def _played(
+    engine: Engine, prepared: Prepared, scorer: Scorer | None, settings: Settings, tell: Tell
+) -> tuple[list[Episode], list[list[Episode]]]:
+    """Greedy episodes by prompt, and sampled ones by prompt and sample."""
+    if scorer is None:
+        raise ValueError(f"task {prepared.task.name!r} generates answers: it needs a scorer")
+    prompts, samples = prepared.count(settings.split), settings.samples
+    limit = settings.max_new_tokens or prepared.task.max_new_tokens
+    key = hashlib.blake2b(f"esnode evaluate {settings.seed}".encode(), digest_size=32).digest()
+    greedy = Sampling(limit, prepared.stop_ids)
+    sampled = Sampling(limit, prepared.stop_ids, settings.temperature, settings.top_p)
+    done = 0
+
+    def play(rows: Sequence[tuple[int, int]], sampling: Sampling) -> list[Episode]:
+        nonlocal done
+        measured: list[Episode] = []
+        for start in range(0, len(rows), ROWS):
+            part = rows[start : start + ROWS]
+            streams = [seeds.sample_stream(key, 0, index, sample) for index, sample in part]
+            indices = [index for index, _ in part]
+            measured += episodes.play(
+                engine, prepared, scorer, settings.split, indices, streams, sampling, Spent()
+            )
+            done += len(part)
+            tell("answering", done, prompts * (1 + samples))
+        return measured
+
+    tell("answering", 0, prompts * (1 + samples))
+    first = play([(index, 0) for index in range(prompts)], greedy)
+    # Samples of one prompt lie side by side, so that an engine can run what they share once.
+    rest = play([(index, sample) for index in range(prompts) for sample in range(1, samples + 1)], sampled)
+    return first, [rest[start : start + samples] for start in range(0, len(rest), max(1, samples))]
+
+
+def _result(index: int, greedy: Episode, drawn: Sequence[Episode]) -> PromptResult:
+    return PromptResult(
+        index,
+        greedy.score.reward,
+        greedy.score.correct,
+        greedy.texts[-1] if greedy.texts else "",
+        tuple(episode.score.reward for episode in drawn),
+        tuple(episode.score.correct for episode in drawn),
+    )
+
+
+def _average(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _pass_at(results: Sequence[PromptResult], k: int) -> Estimate:
+    return estimates.mean([estimates.pass_at(len(r.corrects), sum(r.corrects), k) for r in results])
+
+
+# ---------------------------------------------------------------- opening
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is evaluated, ready to run."""
+
+    engine: Engine
+    prepared: Prepared
+    scorer: Scorer | None
+    model: str
+    round: int | None
+
+    def measure(self, settings: Settings | None = None, tell: Tell = silent) -> Report:
+        """`run` on this subject."""
+        return run(
+            self.engine, self.prepared, self.scorer, settings, model=self.model, round=self.round, tell=tell
+        )
+
+    def close(self) -> None:
+        """End the scoring process."""
+        if self.scorer is not None:
+            self.scorer.close()
+
+
+def is_ledger(name: str) -> bool:
+    """Whether this names a ledger file or the folder of a run, rather than a model."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return (path / "run.ledger").is_file()
+    return path.is_file() and path.suffix.lower() != ".gguf"
+
+
+def open_model(
+    name: str,
+    task: str,
+    options: Mapping[str, Any] | None = None,
+    *,
+    live_dtype: str = "bfloat16",
+    threads: int | None = None,
+    code: Path | None = None,
+    tell: Tell = silent,
+) -> Subject:
+    """A model (demo, folder, GGUF file, hub id) and a task with its options, ready to run."""
+    from esnode.engines import transformers_engine
+
+    written = plan.parse(plan.template(task, name))
+    wanted = plan.changed(
+        written, task_options=dict(options or {}), live_dtype=live_dtype, per_round=0, max_new_tokens=0
+    )
+    lock, data, folder = locking.resolve(wanted, trusted=[_NOBODY], progress=tell, code=code)
+    with _told(tell, "loading the model"):
+        engine = transformers_engine.load(lock, folder.path, threads=threads)
+    return _subject(engine, lock, data, folder, code, name, None)
+
+
+def open_ledger(
+    path: str | Path,
+    task: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    *,
+    round: int | None = None,
+    base: str | None = None,
+    threads: int | None = None,
+    code: Path | None = None,
+    tell: Tell = silent,
+) -> Subject:
+    """The weights of any round of a ledger, and a task; left out, the task the run was trained on.
+
+    The run's own task keeps the run's options and date, so that a greedy score is the run's held-out score.
+    """
+    from esnode import rebuild
+
+    ledger = rebuild.open_ledger(path)
+    lock = ledger.lock
+    own = task is None or task == lock.task
+    spec = lock.task if task is None else task
+    chosen = {**(lock.task_options if own else {}), **(options or {})}
+    with _told(tell, f"making the data of task {spec}"):  # before minutes of work, not after
+        data = tasks.materialise(spec, chosen, code=code)
+    rebuilt = rebuild.at(ledger, round, base, threads=threads, tell=tell)
+    settled = replace(lock, task=spec, task_options=tasks.header(data)[1])
+    label = f"{lock.model} ({ledger.path})"
+    return _subject(rebuilt.engine, settled, data, rebuilt.model, code, label, rebuilt.round)
+
+
+def _subject(
+    engine: Engine,
+    lock: Lock,
+    data: bytes,
+    folder: ModelFolder,
+    code: Path | None,
+    label: str,
+    round: int | None,
+) -> Subject:
+    task = tasks.open_task(lock.task, lock.task_options, data, code=code)
+    prepared = prompts.prepare(folder.path, task, lock.date)
+    return Subject(engine, prepared, locking.scorer(lock, data, code=code), label, round)
+
+
+_NOBODY = "00" * 32  # nothing is signed with the lock of an evaluation
+
+
+@contextmanager
+def _told(tell: Tell, what: str) -> Iterator[None]:
+    tell(what, 0, 1)
+    yield
+    tell(what, 1, 1)

@@ -1,0 +1,236 @@
+"""Evaluation: estimators against brute force, settings, a fake engine, a tiny model and its ledger."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from esnode import estimates, evaluate, tasks
+from esnode.cli.evaluate import evaluate as command
+from esnode.cli.evaluate import parse_option
+from esnode.evaluate import EvaluateError, Settings
+from esnode.prompts import Prepared
+from esnode.scoring import Scorer
+from protocol import seeds
+from tests import tiny
+from tests.fake_engine import FakeEngine
+
+# ---------------------------------------------------------------- estimators
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3, 6])
+def test_pass_at_k_is_the_mean_over_all_subsets(samples: int) -> None:
+    for correct, k in itertools.product(range(samples + 1), range(1, samples + 1)):
+        answers = [True] * correct + [False] * (samples - correct)
+        subsets = list(itertools.combinations(answers, k))
+        brute = sum(any(subset) for subset in subsets) / len(subsets)
+        assert estimates.pass_at(samples, correct, k) == pytest.approx(brute, abs=1e-15)
+
+
+def test_pass_at_k_of_many_samples_and_nonsense() -> None:
+    assert estimates.pass_at(1000, 1, 500) == 0.5
+    for samples, correct, k in [(4, 1, 5), (4, 1, 0), (4, 5, 1), (0, 0, 1)]:
+        with pytest.raises(ValueError, match="needs 1 <= k"):
+            estimates.pass_at(samples, correct, k)
+
+
+def test_powers_of_two() -> None:
+    assert [estimates.powers_of_two(n) for n in (0, 1, 2, 7, 8)] == [[], [1], [1, 2], [1, 2, 4], [1, 2, 4, 8]]
+
+
+def test_wilson() -> None:
+    half = estimates.share(5, 10)
+    assert (half.value, round(half.low, 4), round(half.high, 4)) == (0.5, 0.2366, 0.7634)
+    none, every = estimates.share(0, 10), estimates.share(10, 10)
+    assert none.low == 0 and 0.2 < none.high < 0.4 and every.high == 1.0 and 0.6 < every.low < 0.8
+
+
+def test_bootstrap_covers_the_truth_as_often_as_it_says() -> None:
+    draw = np.random.default_rng(1)
+    hits = 0
+    for _ in range(200):
+        estimate = estimates.mean([float(value) for value in draw.normal(3.0, 2.0, 40)])
+        hits += estimate.low <= 3.0 <= estimate.high
+    assert 0.88 <= hits / 200 <= 0.99
+    assert estimates.mean([1.0, 2.0, 4.0]) == estimates.mean([1.0, 2.0, 4.0])
+    assert estimates.mean([0.5] * 9).low == 0.5
+
+
+# ---------------------------------------------------------------- a fake engine
+
+
+def opened(spec: str, folder: Path | None = None) -> tuple[Prepared, Scorer]:
+    data = tasks.materialise(spec, {}, code=folder)
+    scorer = Scorer(spec, tasks.header(data)[1], data, code=folder)
+    return Prepared(tiny.tokenizer(), scorer.task, "2026-01-01"), scorer
+
+
+GUESS = """
+def items(): return [{"prompt": "t"}], [{"prompt": str(n)} for n in range(40)]
+def score(item, text): return text == item["prompt"][-1]
+"""
+
+
+def test_samples_are_counted_per_prompt(tmp_path: Path) -> None:
+    (tmp_path / "guess.py").write_text(GUESS)
+    prepared, scorer = opened("python:guess.py", tmp_path)
+
+    def answer(prompt: Sequence[int], stream: int) -> list[int]:
+        right = prompt[-3]  # the prompt's last digit stands before the end of the turn
+        return [right] if stream % 3 == 0 else []
+
+    told: list[tuple[str, int, int]] = []
+    engine = FakeEngine(answer)
+    with scorer:
+        report = evaluate.run(
+            engine, prepared, scorer, Settings(samples=5, temperature=0.5),
+            tell=lambda *step: told.append(step),
+        )  # fmt: skip
+    assert told[-1] == ("answering", 240, 240)
+    counts = [sum(result.corrects) for result in report.results]
+    assert report.mean_correct is not None and report.mean_reward is not None
+    assert report.mean_correct.value == pytest.approx(sum(counts) / 200)
+    assert list(report.pass_at) == [1, 2, 4]
+    brute = [1 - math.comb(5 - c, 2) / math.comb(5, 2) for c in counts]
+    assert report.pass_at[2].value == pytest.approx(sum(brute) / 40)
+    assert report.pass_at[1].value == pytest.approx(report.mean_correct.value)
+    streams = [stream for batch in engine.streams for stream in batch]
+    assert len(set(streams)) == 240 == len(streams)
+    assert {sampling.temperature for sampling in engine.samplings} == {0.0, 0.5}
+    assert [result.correct for result in report.results] == [streams[index] % 3 == 0 for index in range(40)]
+    json.dumps(report.as_json())
+    assert [label for label, _ in report.rows()] == [
+        "greedy reward", "greedy correct", "mean reward of 5", "mean@5", "pass@1", "pass@2", "pass@4",
+    ]  # fmt: skip
+
+
+def test_other_seeds_draw_other_samples(tmp_path: Path) -> None:
+    prepared, scorer = opened("conciseness")
+    engine = FakeEngine()
+    with scorer:
+        for seed in (0, 0, 1):
+            evaluate.run(engine, prepared, scorer, Settings(samples=1, seed=seed))
+    sampled = [
+        batch
+        for batch, sampling in zip(engine.streams, engine.samplings, strict=True)
+        if sampling.temperature
+    ]
+    assert sampled[0] == sampled[1] != sampled[2]
+
+
+def test_likelihood_tasks() -> None:
+    prepared, _ = opened("short-answers")
+    report = evaluate.run(FakeEngine(), prepared)
+    assert report.mode == "likelihood" and report.prompts == 32 and report.greedy_reward.value < -1
+    assert [label for label, _ in report.rows()] == ["mean log-likelihood", "greedy correct"]
+    with pytest.raises(EvaluateError, match="nothing is sampled"):
+        evaluate.run(FakeEngine(), prepared, settings=Settings(samples=2))
+
+
+def test_failures_are_shown(tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text(
+        "def items(): return [{'prompt': 't'}], [{'prompt': str(n)} for n in range(3)]\n"
+        "def score(item, text): return {'0': 0.5, '1': 'no'}[item['prompt']]\n"
+    )
+    prepared, scorer = opened("python:bad.py", tmp_path)
+    with scorer:
+        report = evaluate.run(FakeEngine(), prepared, scorer)
+    assert sum(report.floored.values()) == 2 and report.greedy_reward.value == pytest.approx(0.5 / 3)
+    assert "answers got the floor: raised KeyError: '2'" in report._caption()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (Settings(split="test"), "choose train or heldout"),
+        (Settings(samples=3, temperature=0.0), "gives the greedy answer again"),
+        (Settings(samples=-1), "at least 0"),
+        (Settings(top_p=0.0), "top_p is above 0"),
+    ],
+)
+def test_senseless_settings(settings: Settings, words: str) -> None:
+    with pytest.raises(EvaluateError, match=words):
+        settings.checked("generate")
+
+
+# ---------------------------------------------------------------- a tiny model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write(tmp_path_factory.mktemp("tiny"))
+
+
+def called(*arguments: str) -> dict[str, object]:
+    outcome = CliRunner().invoke(command, list(arguments), catch_exceptions=False)
+    assert outcome.exit_code == 0, outcome.output
+    found: dict[str, object] = json.loads(outcome.stdout)
+    return found
+
+
+def test_a_model_by_command(model: Path) -> None:
+    report = called(
+        str(model), "--task", "arithmetic", "--samples", "2", "-o", "heldout=5", "-o", "train=5", "--json",
+        "--max-new-tokens", "4", "--threads", "1",
+    )  # fmt: skip
+    assert (report["prompts"], report["round"], report["task"]) == (5, None, "arithmetic")
+    assert set(report["pass_at"]) == {"1", "2"}  # type: ignore[call-overload]
+    shown = CliRunner().invoke(command, [str(model), "--task", "short-answers", "--threads", "1"])
+    assert "mean log-likelihood" in shown.stdout and "Wilson" in shown.stdout
+
+
+def test_a_ledger_by_command(model: Path, tmp_path: Path) -> None:
+    """The run's own task, not named: the score is that of the rebuilt weights, and moves with the round."""
+    data = tasks.materialise("short-answers", {})
+    lock = tiny.lock(model, task="short-answers", task_options=tasks.header(data)[1], reward_low=-30.0)
+    chain, _ = tiny.chain(lock, model, 2)
+    from protocol.ledger import LedgerFile
+
+    path = tmp_path / "run.ledger"
+    file = LedgerFile(path)
+    for entry in chain.entries:
+        file.append(entry.raw)
+    file.close()
+    assert (
+        evaluate.is_ledger(str(path))
+        and evaluate.is_ledger(str(tmp_path))
+        and not evaluate.is_ledger(str(model))
+    )
+    scores = []
+    for round in ("0", "2"):
+        report = called(str(path), "--base", str(model), "--round", round, "--threads", "1", "--json")
+        assert report["round"] == int(round) and report["task"] == "short-answers"
+        scores.append(report["greedy_reward"]["value"])  # type: ignore[index]
+    assert scores[0] != scores[1]
+    plain = called(str(model), "--task", "short-answers", "--threads", "1", "--json")
+    assert plain["greedy_reward"]["value"] == scores[0]  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["demo"], "needs a task to be measured on"),
+        (["demo", "--task", "countdown", "--round", "3"], "are for ledgers"),
+        (["demo", "--task", "countdown", "-o", "seed"], "write KEY=VALUE"),
+    ],
+)
+def test_wrong_usage(arguments: list[str], words: str) -> None:
+    outcome = CliRunner().invoke(command, arguments)
+    assert outcome.exit_code == 2 and words in outcome.output
+
+
+def test_options_are_toml() -> None:
+    assert parse_option("seed=3") == ("seed", 3)
+    assert parse_option("scoring=numeric") == ("scoring", "numeric")
+    assert parse_option("parameters={min_terms = 2}") == ("parameters", {"min_terms": 2})
+
+
+def test_streams_are_the_laws() -> None:
+    assert seeds.sample_stream(bytes(32), 0, 1, 2) != seeds.sample_stream(bytes(32), 0, 2, 1)
