@@ -341,7 +341,7 @@ def _move(bits, n, q, c_sum, scale, wide, words):
 
 @_compiled
 def update(tid, start, rows, width, stride, seeds, c, ends, scales, rounding, m32, m16, wide, sums):
-    """All steps on the master in place; step t has noises ends[t-1] .. ends[t], its digest goes to sums[t]."""
+    """All steps on the master in place; step t has noises ends[t-1] .. ends[t], sums[t] gets its digest."""
     members, steps = len(seeds), len(ends)
     keys = np.empty((members + steps, KEYS), U64)
     p0 = np.empty(32 * GROUP, U64)
