@@ -99,7 +99,7 @@ def _on_assign(turn: Turn, message: Assign) -> None:
     state, unit = turn.state, message.unit
     if state.leaving or unit.round < state.chain.round or len(state.queue) >= UNITS_TOLD:
         return
-    if unit.round == state.chain.round and message.parent != state.parent:
+    if state.chain.height and unit.round == state.chain.round and message.parent != state.parent:
         return turn.note("assign", reason=f"unit of another state {message.parent.hex()} is ignored")
     if not any(unit == held for held, _ in state.held):
         turn.set(queue=(*state.queue, Work(unit, message.parent)))
