@@ -10,8 +10,7 @@ import hashlib
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -155,8 +154,9 @@ def run(
     """
     chosen = (settings or Settings()).checked(prepared.task.mode)
     began = time.perf_counter()
+    drawn: list[list[Episode]] = []
     if prepared.task.mode == "likelihood":
-        greedy, drawn = _likely(engine, prepared, chosen.split, tell), []
+        greedy = _likely(engine, prepared, chosen.split, tell)
     else:
         greedy, drawn = _played(engine, prepared, scorer, chosen, tell)
     results = [_result(index, greedy[index], drawn[index] if drawn else []) for index in range(len(greedy))]
@@ -295,7 +295,7 @@ def open_model(
         written, task_options=dict(options or {}), live_dtype=live_dtype, per_round=0, max_new_tokens=0
     )
     lock, data, folder = locking.resolve(wanted, trusted=[_NOBODY], progress=tell, code=code)
-    with _told(tell, "loading the model"):
+    with locking.step(tell, "loading the model"):
         engine = transformers_engine.load(lock, folder.path, threads=threads)
     return _subject(engine, lock, data, folder, code, name, None)
 
@@ -322,7 +322,7 @@ def open_ledger(
     own = task is None or task == lock.task
     spec = lock.task if task is None else task
     chosen = {**(lock.task_options if own else {}), **(options or {})}
-    with _told(tell, f"making the data of task {spec}"):  # before minutes of work, not after
+    with locking.step(tell, f"making the data of task {spec}"):  # before minutes of work, not after
         data = tasks.materialise(spec, chosen, code=code)
     rebuilt = rebuild.at(ledger, round, base, threads=threads, tell=tell)
     settled = replace(lock, task=spec, task_options=tasks.header(data)[1])
@@ -345,10 +345,3 @@ def _subject(
 
 
 _NOBODY = "00" * 32  # nothing is signed with the lock of an evaluation
-
-
-@contextmanager
-def _told(tell: Tell, what: str) -> Iterator[None]:
-    tell(what, 0, 1)
-    yield
-    tell(what, 1, 1)

@@ -8,7 +8,8 @@ code, other package versions, other token ids. Called by `begin.py`, `planfile.p
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 
@@ -53,14 +54,14 @@ def resolve(
     prompts raises, LockingError.
     """
     model = models.resolve(plan.model, lambda message: progress(message, 0, 1))
-    with _step(progress, f"making the data of task {plan.task}"):
+    with step(progress, f"making the data of task {plan.task}"):
         blob = data if data is not None else tasks.materialise(plan.task, plan.task_options, code=code)
         spec, options = tasks.header(blob)
         if spec != plan.task:
             raise LockingError(f"run.task = {plan.task!r}: the data at hand was made for {spec!r}")
         task = tasks.open_task(spec, options, blob, code=code)
     max_new_tokens = plan.max_new_tokens or task.max_new_tokens
-    with _step(progress, "tokenising the prompts"):
+    with step(progress, "tokenising the prompts"):
         prepared = prompts.prepare(model.path, task, plan.date, max_new_tokens)
         per_round, chunk = _slice(plan, task)
     base, digest, specs = _weights(plan, model, parent, progress)
@@ -98,18 +99,12 @@ _AS_PLANNED = (
 )  # fmt: skip
 
 
-class _step:
-    """Tells the start of one step, and its end if it succeeds."""
-
-    def __init__(self, progress: Tell, what: str) -> None:
-        self._tell = lambda done: progress(what, done, 1)
-
-    def __enter__(self) -> None:
-        self._tell(0)
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if kind is None:
-            self._tell(1)
+@contextmanager
+def step(progress: Tell, what: str) -> Iterator[None]:
+    """Tell the start of one step, and its end if it succeeds."""
+    progress(what, 0, 1)
+    yield
+    progress(what, 1, 1)
 
 
 def _slice(plan: Plan, task: Task) -> tuple[int, int]:
@@ -125,14 +120,14 @@ def _weights(
     plan: Plan, model: ModelFolder, parent: Parent | None, progress: Tell
 ) -> tuple[str, int, list[TensorSpec]]:
     """Base digest, D of the state the run starts from, and the manifest."""
-    with _step(progress, "hashing the base model"):
+    with step(progress, "hashing the base model"):
         specs = manifest.read(model.path, plan.include, plan.exclude)
         base = manifest.base_digest(model.path, specs)
     if parent is not None:
         return base, parent.digest, specs
     from esnode import kernels  # loads torch; forks do without
 
-    with _step(progress, "taking the digest of the start"):
+    with step(progress, "taking the digest of the start"):
         return base, manifest.state_digest(model.path, specs, kernels.pick("cpu"), plan.master), specs
 
 

@@ -14,9 +14,9 @@ import os
 import queue
 import resource
 import struct
-import sys
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from numbers import Real
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -33,7 +33,7 @@ _LENGTH = struct.Struct("<I")
 
 def pack(value: Any) -> bytes:
     """One frame: u32 little-endian length, then msgpack. Lone surrogates pass: models produce odd text."""
-    body = msgpack.packb(value, unicode_errors="surrogatepass")
+    body: bytes = msgpack.packb(value, unicode_errors="surrogatepass")
     return _LENGTH.pack(len(body)) + body
 
 
@@ -120,9 +120,10 @@ def plain(given: Any) -> list[Any]:
         return ["more", [{"role": str(m["role"]), "content": str(m["content"])} for m in given]]
     if not isinstance(given, Score):
         return ["failed", f"returned {given!r:.80} instead of a score"]
-    if not isinstance(given.reward, Real):
-        return ["failed", f"the reward is {given.reward!r:.80}, not a number"]
-    return ["score", float(given.reward), bool(given.correct)]
+    reward: Any = given.reward  # declared a float, but the user's code made it
+    if not isinstance(reward, Real):
+        return ["failed", f"the reward is {reward!r:.80}, not a number"]
+    return ["score", float(reward), bool(given.correct)]
 
 
 def score_batch(task: Task, items: Sequence[Item], texts: Sequence[str]) -> list[list[Any]]:
@@ -148,9 +149,7 @@ def serve(task: Task, pipe: Pipe, seconds: float) -> None:
             continue
         for item, text, messages in zip(items, texts, conversations, strict=True):
             limit_cpu(seconds)
-            pipe.send(
-                guarded(lambda item=item, messages=messages, text=text: task.reply(item, messages, text))
-            )
+            pipe.send(guarded(partial(task.reply, item, messages, text)))
 
 
 def main() -> None:
@@ -172,4 +171,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -180,7 +180,8 @@ def _generated_apart(name: str, options: Mapping[str, Any]) -> list[Item]:
     answer = json.loads(done.stdout)
     if "refused" in answer:
         raise TaskError(answer["refused"])
-    return answer["items"]
+    items: list[Item] = answer["items"]
+    return items
 
 
 def main() -> None:

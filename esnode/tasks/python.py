@@ -64,15 +64,17 @@ class PythonTask(Task):
     def settle(cls, argument: str, options: Mapping[str, Any]) -> dict[str, Any]:
         path = Path(argument)
         module = _load(path, options["code"])
+        low = float(getattr(module, "LOW", options["low"]))
+        high = float(getattr(module, "HIGH", options["high"]))
+        if not low < high:
+            raise TaskError(f"{path}: LOW = {low} must be below HIGH = {high}")
         declared = {
             "code": _digest(_pinned(path, options["code"])),
-            "low": float(getattr(module, "LOW", options["low"])),
-            "high": float(getattr(module, "HIGH", options["high"])),
+            "low": low,
+            "high": high,
             "max_new_tokens": int(getattr(module, "MAX_NEW_TOKENS", options["max_new_tokens"])),
             "max_turns": int(getattr(module, "MAX_TURNS", options["max_turns"])),
         }
-        if not declared["low"] < declared["high"]:
-            raise TaskError(f"{path}: LOW = {declared['low']} must be below HIGH = {declared['high']}")
         return {**options, **declared}
 
     @classmethod
