@@ -64,7 +64,7 @@ def _mischief(world: World, rng: random.Random) -> None:
         world.at(rng.uniform(0, SAFETY / 2), lambda: sim.hang(rng.uniform(20, 80)))
     if rng.random() < 0.2:
         world.at(rng.uniform(0, SAFETY / 2), world.coordinator.terminate)
-        world.at(SAFETY / 2 + 5, world.restart)
+        world.restart(at=SAFETY / 2 + 5)
 
 
 def check(seed: int) -> World:

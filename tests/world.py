@@ -167,11 +167,10 @@ class World:
 
         self.at(at, kill)
 
-    def restart(self) -> None:
-        """Somebody starts everything that is not up."""
+    def restart(self, at: float) -> None:
+        """Somebody starts everything that is not up then."""
         for actor in self.actors:
-            if not actor.up:
-                self.start(actor, 0.0)
+            self.start(actor, at - self.now)
 
     def leave(self, name: str, at: float, back: float = LOST) -> None:
         """SIGTERM to a node; it is started again after `back` seconds."""

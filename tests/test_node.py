@@ -1,0 +1,431 @@
+"""The node's core, event by event: what it says, what it asks of the engine and the disk, in which order."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import pytest
+
+from esnode import events, node
+from esnode.events import Apply, CancelUnit, Evaluate, Send, Store, StoreTerm
+from protocol.entries import (
+    Admission,
+    CommitBody,
+    EndBody,
+    Entry,
+    LockBody,
+    MemberReward,
+    RosterBody,
+)
+from protocol.messages import (
+    RELEASED,
+    RUN_ENDED,
+    STOPPED,
+    Ack,
+    Applied,
+    Assign,
+    Bye,
+    Cancel,
+    Commit,
+    CoordBeat,
+    Entries,
+    Failed,
+    Fetch,
+    Hello,
+    Kind,
+    Message,
+    NodeBeat,
+    Refuse,
+    Rehello,
+    Release,
+    Result,
+    Unit,
+    Welcome,
+)
+from protocol.seeds import member_seed
+from tests.desk import desk_lock, forge, key_of
+from tests.replica import Outcome
+
+E = TypeVar("E")
+M = TypeVar("M", bound=Message)
+LOCK = desk_lock(members=2)
+ABOUT = events.About("n", "reference", "cpu", b"selftest", b"engine-1")
+OUTCOME = Outcome((1.0, 1.0, 1.0, 1.0), 3)
+
+
+def ledger(*digests: int, end: bool = False) -> list[Entry]:
+    """Lock, roster, then one commit per digest, which is D of the state before it; perhaps END."""
+    entries = [forge(LockBody(LOCK.to_bytes()), None, round=0, digest=LOCK.digest)]
+
+    def add(body: CommitBody | RosterBody | EndBody, round: int, digest: int) -> None:
+        entries.append(forge(body, entries[-1], round=round, digest=digest))
+
+    add(RosterBody((Admission(0, key_of("n"), "n"),)), 0, LOCK.digest)
+    for round, digest in enumerate(digests):
+        rows = tuple(
+            MemberReward(k, member_seed(LOCK.run_id, round, k, False), 0.25 + k / 2, 0) for k in range(2)
+        )
+        add(CommitBody(LOCK.alpha_at(round), LOCK.sigma_at(round), rows), round, digest)
+    if end:
+        add(EndBody("done"), len(digests), 99)
+    return entries
+
+
+def unit_of(round: int = 0, member: int = 0) -> Unit:
+    return Unit(round, Kind.MEMBER, member, 0, 3)
+
+
+class Bench:
+    """A node's state and the effects of the last step."""
+
+    def __init__(self, held: list[Entry] | None = None, *, term: int = 0, digest: int = LOCK.digest) -> None:
+        self.state = node.new(LOCK, ABOUT)
+        self.now = 10.0
+        self.effects: tuple[events.Effect, ...] = ()
+        raws = tuple(entry.raw for entry in held or [])
+        self.step(events.Started(self.now, term, raws, 0, digest))
+
+    def step(self, event: events.Event) -> tuple[events.Effect, ...]:
+        self.state, self.effects = node.step(self.state, event)
+        return self.effects
+
+    def tick(self, seconds: float = 0.0) -> tuple[events.Effect, ...]:
+        self.now += seconds
+        return self.step(events.Tick(self.now))
+
+    def hear(self, message: Message) -> tuple[events.Effect, ...]:
+        return self.step(events.Received(self.now, message))
+
+    def welcome(self, entries: list[Entry], term: int = 1) -> tuple[events.Effect, ...]:
+        tip = entries[-1].hash
+        return self.hear(Welcome(1, LOCK.run_id, LOCK.to_bytes(), term, len(entries), tip))
+
+    def join(self, entries: list[Entry]) -> None:
+        """Welcomed, all entries fetched."""
+        self.welcome(entries)
+        self.hear(Entries(self.state.chain.height, tuple(e.raw for e in entries[self.state.chain.height :])))
+
+    def all(self, kind: type[E]) -> list[E]:
+        return [effect for effect in self.effects if isinstance(effect, kind)]
+
+    def sent(self, kind: type[M]) -> list[M]:
+        return [send.message for send in self.all(Send) if isinstance(send.message, kind)]
+
+    @property
+    def stop(self) -> events.Stop | None:
+        return next(iter(self.all(events.Stop)), None)
+
+
+def working(entries: list[Entry] | None = None) -> Bench:
+    """A joined node that evaluates member 0 of round 0."""
+    bench = Bench()
+    bench.join(entries or ledger())
+    bench.hear(Assign(unit_of(), bench.state.parent, 15))
+    assert bench.all(Evaluate) == [Evaluate(unit_of())]
+    return bench
+
+
+# ---------------------------------------------------------------- joining
+
+
+def test_hello_is_repeated_with_backoff_until_welcome() -> None:
+    bench = Bench()
+    (first,) = bench.sent(Hello)
+    assert (first.run, first.height, first.tip, first.digest) == (LOCK.run_id, 0, b"", LOCK.digest)
+    times = []
+    for _ in range(40):
+        if bench.tick(0.25):
+            times.append(bench.now)
+    assert times == [10.5, 11.5, 13.5, 15.5, 17.5, 19.5]
+    bench.welcome(ledger())
+    assert bench.state.joined and bench.sent(Fetch) == [Fetch(0, 256)]
+
+
+def test_a_higher_term_is_on_disk_before_it_is_answered() -> None:
+    bench = Bench(term=3)
+    entries = ledger()
+    bench.welcome(entries, term=2)
+    assert not bench.state.joined and not bench.sent(Fetch), "a lower term is ignored"
+    bench.welcome(entries, term=5)
+    assert [type(effect) for effect in bench.effects] == [StoreTerm, Send]
+    assert bench.state.term == 5
+    bench.welcome(entries, term=5)
+    assert not bench.all(StoreTerm)
+
+
+def test_entries_are_verified_stored_and_only_then_used() -> None:
+    bench = Bench()
+    entries = ledger(LOCK.digest)
+    bench.welcome(entries)
+    bench.hear(Entries(0, tuple(entry.raw for entry in entries)))
+    assert [type(effect) for effect in bench.effects] == [Store, Apply]
+    assert bench.all(Store)[0] == Store(0, tuple(entry.raw for entry in entries))
+    assert bench.all(Apply)[0].entries == tuple(entries)
+    bench.step(events.EntriesApplied(bench.now, (LOCK.digest, LOCK.digest, 55), 12))
+    (applied,) = bench.sent(Applied)
+    assert (applied.height, applied.tip, applied.digest, applied.ms) == (3, entries[2].hash[:8], 55, 12)
+
+
+def test_a_restarted_node_replays_what_it_holds_and_says_so() -> None:
+    entries = ledger(LOCK.digest, 55)
+    bench = Bench(entries)
+    (hello,) = bench.sent(Hello)
+    assert (hello.height, hello.tip, hello.digest) == (4, entries[-1].hash, 0), (
+        "D of the tip is not known yet"
+    )
+    assert bench.all(Apply)[0].entries == tuple(entries)
+    bench.welcome(entries)
+    assert not bench.sent(Fetch)
+
+
+def test_damage_on_disk_is_fetched_again() -> None:
+    entries = ledger(LOCK.digest)
+    broken = entries[2].raw[:40] + bytes([entries[2].raw[40] ^ 1]) + entries[2].raw[41:]
+    bench = Bench()
+    bench.step(events.Started(bench.now, 0, (entries[0].raw, entries[1].raw, broken), 0, LOCK.digest))
+    assert bench.state.chain.height == 2 and bench.stop is None
+    bench.welcome(entries)
+    assert bench.sent(Fetch) == [Fetch(2, 256)]
+    bench.hear(Entries(2, (entries[2].raw,)))
+    assert bench.all(Store)[0].first == 2, "written over the damage"
+
+
+def test_refusals_stop_with_the_reason() -> None:
+    bench = Bench()
+    bench.hear(Refuse("this key is not on the list"))
+    assert bench.stop is not None and bench.stop.code == 1 and "not on the list" in bench.stop.reason
+    other = desk_lock(members=12)
+    bench = Bench()
+    bench.hear(Welcome(1, other.run_id, other.to_bytes(), 1, 1, b"t" * 32))
+    assert bench.stop is not None and "another run" in bench.stop.reason
+
+
+# ---------------------------------------------------------------- what it must never follow
+
+
+def test_an_entry_of_an_untrusted_key_stops_the_node() -> None:
+    bench = Bench()
+    entries = ledger()
+    bench.join(entries)
+    forged = forge(EndBody("mine now"), entries[-1], round=0, digest=LOCK.digest, key=b"x" * 32)
+    bench.hear(Commit(2, forged.raw))
+    assert bench.stop is not None and bench.stop.code == 1 and "not signed by a key" in bench.stop.reason
+
+
+def test_two_signed_entries_of_one_height_stop_the_node_and_name_both() -> None:
+    bench = Bench()
+    entries = ledger()
+    bench.join(entries)
+    mine = forge(EndBody("one"), entries[-1], round=0, digest=LOCK.digest)
+    other = forge(EndBody("two"), entries[-1], round=0, digest=LOCK.digest)
+    bench.hear(Commit(2, mine.raw))
+    bench.hear(Commit(2, mine.raw))
+    assert bench.stop is None, "the same entry again is nothing"
+    bench.hear(Commit(2, other.raw))
+    assert bench.stop is not None
+    assert mine.hash.hex() in bench.stop.reason and other.hash.hex() in bench.stop.reason
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_replica_that_differs_from_the_ledger_stops_the_node(fused: bool) -> None:
+    entries = ledger(LOCK.digest, 55)
+    bench = Bench()
+    bench.join(entries if fused else entries[:3])
+    digests = (LOCK.digest, LOCK.digest, 56, 57) if fused else (LOCK.digest, LOCK.digest, 56)
+    bench.step(events.EntriesApplied(bench.now, digests, 12))
+    if not fused:
+        assert bench.stop is None, "nobody has said otherwise yet"
+        bench.hear(Commit(3, entries[3].raw))
+    assert bench.stop is not None and bench.stop.code == 1
+    assert f"{56:016x}" in bench.stop.reason and f"{55:016x}" in bench.stop.reason
+    assert "after 1 rounds" in bench.stop.reason
+
+
+def test_another_base_model_stops_the_node() -> None:
+    bench = Bench(digest=4)
+    assert bench.stop is not None and "base model" in bench.stop.reason
+
+
+# ---------------------------------------------------------------- work
+
+
+def test_one_unit_at_a_time_and_only_on_its_own_state() -> None:
+    bench = Bench()
+    entries = ledger(LOCK.digest)
+    bench.join(entries[:2])
+    bench.hear(Assign(unit_of(member=0), bench.state.parent, 15))
+    bench.hear(Assign(unit_of(member=1), bench.state.parent, 15))
+    bench.hear(Assign(unit_of(member=1), bench.state.parent, 15))
+    bench.hear(Assign(unit_of(round=1), entries[2].hash[:8], 15))
+    assert len(bench.state.queue) == 2 and not bench.all(Evaluate)
+    bench.step(events.Evaluated(bench.now, unit_of(), OUTCOME))
+    (result,) = bench.sent(Result)
+    assert result.seed == member_seed(LOCK.run_id, 0, 0, False) and result.digest == LOCK.digest
+    assert result.parent == entries[0].hash[:8] and result.sums == OUTCOME.sums
+    assert bench.all(Evaluate) == [Evaluate(unit_of(member=1))]
+    bench.step(events.Evaluated(bench.now, unit_of(member=1), OUTCOME))
+    assert not bench.all(Evaluate), "round 1 is not reached"
+    bench.hear(Commit(2, entries[2].raw))
+    assert bench.all(Apply) and not bench.all(Evaluate)
+    bench.step(events.EntriesApplied(bench.now, (55,), 12))
+    assert bench.all(Evaluate) == [Evaluate(unit_of(round=1))]
+
+
+def test_an_assign_that_overtakes_the_ledger_waits() -> None:
+    bench = Bench()
+    entries = ledger()
+    bench.hear(Assign(unit_of(), entries[0].hash[:8], 15))
+    bench.join(entries)
+    assert bench.all(Evaluate) == [Evaluate(unit_of())]
+
+
+def test_a_commit_cancels_what_runs_and_its_outcome_is_dropped() -> None:
+    entries = ledger(LOCK.digest)
+    bench = working(entries[:2])
+    bench.hear(Commit(2, entries[2].raw))
+    assert bench.all(CancelUnit) == [CancelUnit(unit_of())] and not bench.all(Apply), "the engine is busy"
+    bench.step(events.Evaluated(bench.now, unit_of(), OUTCOME))
+    assert not bench.sent(Result) and bench.all(Apply)
+
+
+def test_entries_that_move_no_weights_do_not_disturb_the_engine() -> None:
+    entries = ledger()
+    bench = working(entries)
+    more = forge(RosterBody((Admission(1, key_of("m"), "m"),)), entries[-1], round=0, digest=LOCK.digest)
+    bench.hear(Commit(2, more.raw))
+    assert bench.all(Store) and not bench.all(CancelUnit)
+    bench.step(events.Evaluated(bench.now, unit_of(), OUTCOME))
+    assert bench.sent(Result)[0].parent == entries[0].hash[:8]
+
+
+def test_cancel_and_failure() -> None:
+    bench = working()
+    bench.hear(Cancel(unit_of()))
+    assert bench.all(CancelUnit)
+    bench.step(events.Cancelled(bench.now, unit_of()))
+    assert bench.state.running is None and not bench.sent(Failed)
+    bench.hear(Assign(unit_of(member=1), bench.state.parent, 15))
+    bench.step(events.EvaluationFailed(bench.now, unit_of(member=1), "out of memory"))
+    assert bench.sent(Failed) == [Failed(unit_of(member=1), "out of memory")]
+
+
+def test_a_result_is_sent_until_it_is_acknowledged() -> None:
+    bench = working()
+    bench.step(events.Evaluated(bench.now, unit_of(), OUTCOME))
+    tip = bench.state.chain.tip[:8]
+    bench.hear(CoordBeat(1, 2, tip, (unit_of(),)))
+    assert not bench.sent(Result), "it may still be on its way"
+    bench.now += 2.5
+    bench.hear(CoordBeat(1, 2, tip, (unit_of(),)))
+    assert bench.sent(Result)
+    bench.tick(2.5)
+    assert bench.sent(NodeBeat)[0].units == ((unit_of(), 1000),)
+    bench.hear(Ack(unit_of(), "ok"))
+    bench.now += 2.5
+    bench.hear(CoordBeat(1, 2, tip, ()))
+    assert not bench.sent(Result)
+
+
+def test_beats_tell_tip_and_progress_and_now_and_then_d() -> None:
+    bench = working()
+    bench.step(events.Progress(bench.now, unit_of(), 400))
+    tip, told = bench.state.chain.tip[:8], 0
+    for _ in range(8):
+        bench.tick(2.0)
+        assert bench.sent(NodeBeat) == [NodeBeat(2, tip, ((unit_of(), 400),))]
+        told += len(bench.sent(Applied))
+        bench.hear(CoordBeat(1, 2, tip, (unit_of(),)))
+    assert told == 2, "a lost Applied must not be lost for good"
+
+
+# ---------------------------------------------------------------- losing touch
+
+
+def test_a_gap_is_fetched_and_fetched_again() -> None:
+    entries = ledger(LOCK.digest, 55)
+    bench = Bench()
+    bench.join(entries[:2])
+    bench.hear(Commit(3, entries[3].raw))
+    assert bench.sent(Fetch) == [Fetch(2, 256)] and bench.state.chain.height == 2
+    bench.tick(1.0)
+    assert not bench.sent(Fetch)
+    bench.tick(1.5)
+    assert bench.sent(Fetch) == [Fetch(2, 256)]
+    bench.hear(Entries(2, (entries[2].raw, entries[3].raw)))
+    assert bench.state.chain.height == 4
+
+
+def test_a_coordinator_that_restarted_is_greeted_with_what_runs() -> None:
+    bench = working()
+    bench.hear(Rehello())
+    assert bench.sent(Hello)[0].units == (unit_of(),)
+    bench.hear(Rehello())
+    assert not bench.sent(Hello), "one Hello answers all of them"
+    assert bench.state.running is not None, "work goes on"
+
+
+def test_silence_makes_it_say_hello_again() -> None:
+    bench = working()
+    for _ in range(5):
+        bench.tick(2.0)
+    assert not bench.sent(Hello)
+    bench.tick(2.0)
+    assert bench.sent(Hello) and not bench.state.joined
+
+
+def test_a_beat_of_a_higher_term_means_the_welcome_was_lost() -> None:
+    bench = working()
+    bench.hear(CoordBeat(9, 2, bench.state.chain.tip[:8], ()))
+    bench.tick(1.0)
+    assert bench.sent(Hello) and bench.state.term == 1
+    bench.hear(CoordBeat(0, 50, b"whatever", ()))
+    assert not bench.sent(Fetch), "a lower term is ignored"
+
+
+# ---------------------------------------------------------------- ending
+
+
+def test_the_end_is_confirmed_and_the_node_stops_with_bye_or_without() -> None:
+    entries = ledger(LOCK.digest, end=True)
+    bench = Bench()
+    bench.join(entries[:3])
+    bench.step(events.EntriesApplied(bench.now, (LOCK.digest, LOCK.digest, 99), 12))
+    bench.hear(Commit(3, entries[3].raw))
+    assert bench.sent(Applied)[0].height == 4 and bench.stop is None
+    bench.tick(3.0)
+    assert bench.stop is not None and bench.stop.code == 0 and bench.stop.reason == RUN_ENDED
+
+
+@pytest.mark.parametrize(
+    ("reason", "code"),
+    [(RUN_ENDED, 0), (f"{STOPPED}: Ctrl-C", 0), ("superseded: two machines use one key", 1)],
+)
+def test_bye_stops_with_the_code_its_reason_deserves(reason: str, code: int) -> None:
+    bench = working()
+    bench.hear(Bye(reason))
+    assert bench.stop is not None and (bench.stop.reason, bench.stop.code) == (reason, code)
+
+
+def test_leaving_hands_everything_back() -> None:
+    bench = working()
+    bench.hear(Assign(unit_of(member=1), bench.state.parent, 15))
+    bench.step(events.Leave(bench.now, "SIGTERM"))
+    assert bench.sent(Release) == [Release("SIGTERM")] and bench.all(CancelUnit)
+    bench.step(events.Cancelled(bench.now, unit_of()))
+    assert not bench.all(Evaluate)
+    bench.hear(Bye(RELEASED))
+    assert bench.stop is not None and bench.stop.code == 0
+    bench = working()
+    bench.step(events.Leave(bench.now, "SIGTERM"))
+    bench.tick(3.0)
+    assert bench.stop is not None and bench.stop.code == 0, "the Bye was lost"
+
+
+def test_step_leaves_its_input_alone() -> None:
+    entries = ledger(LOCK.digest)
+    bench = working(entries[:2])
+    before = bench.state
+    picture = repr(before), before.chain.height
+    bench.hear(Commit(2, entries[2].raw))
+    assert bench.state.chain.height == 3 and bench.state.running != before.running
+    assert (repr(before), before.chain.height) == picture

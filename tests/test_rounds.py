@@ -1,0 +1,343 @@
+"""The decisions about a round and about who works on it: pure functions that also say why."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from coordinator import leases, membership, rounds
+from coordinator.membership import Lease, Node
+from coordinator.rounds import Cells, Round
+from protocol.chain import Chain
+from protocol.entries import COMPLETE, QUORUM, Admission, CommitBody, LockBody, RosterBody
+from protocol.lock import Lock
+from protocol.messages import Kind, Result, Unit
+from protocol.plan import Ops
+from protocol.seeds import member_seed
+from tests.desk import desk_lock, forge, hello, key_of
+
+
+def chain_of(lock: Lock, *names: str) -> Chain:
+    """A chain with its lock and a roster."""
+    first = forge(LockBody(lock.to_bytes()), None, round=0, digest=lock.digest)
+    roster = RosterBody(tuple(Admission(k, key_of(name), name) for k, name in enumerate(names or ("a", "b"))))
+    return Chain([first, forge(roster, first, round=0, digest=lock.digest)])
+
+
+def opened(ops: dict[str, Any] | None = None, **options: Any) -> tuple[Lock, Chain, Round]:
+    lock = desk_lock(**options)
+    chain = chain_of(lock)
+    return lock, chain, rounds.open_round(chain, Ops(**{"rounds": 3, "eval_every": 0, **(ops or {})}), 0.0)
+
+
+def member(k: int, first: int = 0, last: int = 3, round: int = 0) -> Unit:
+    return Unit(round, Kind.MEMBER, k, first, last)
+
+
+def result(lock: Lock, unit: Unit, *sums: float, parent: bytes, correct: int = 0) -> Result:
+    seed = member_seed(lock.run_id, unit.round, unit.member, lock.mirrored) if unit.kind == Kind.MEMBER else 0
+    values = sums or (1.0,) * (unit.last - unit.first + 1)
+    return Result(unit, seed, values, parent[:8], lock.digest, correct, 0, 1, (1, 1, 1), b"evidence")
+
+
+def filled(lock: Lock, round: Round, *members: int) -> Round:
+    for k in members:
+        round = rounds.fill(round, 0, result(lock, member(k), parent=round.parent))
+    return round
+
+
+# ---------------------------------------------------------------- opening
+
+
+@pytest.mark.parametrize(
+    ("number", "every", "total", "due"),
+    [(0, 2, 5, True), (1, 2, 5, False), (4, 2, 5, True), (5, 2, 5, True), (0, 0, 5, False), (5, 0, 5, False)],
+)
+def test_when_the_held_out_prompts_are_measured(number: int, every: int, total: int, due: bool) -> None:
+    assert rounds.probe_due(desk_lock(), Ops(total, eval_every=every), number)[0] is due
+    assert rounds.probe_due(desk_lock(heldout=0), Ops(total, eval_every=1), 0)[0] is False
+
+
+def test_a_round_opens_empty_and_the_last_one_only_holds_a_probe() -> None:
+    lock, chain, round = opened({"eval_every": 1}, members=4)
+    assert (round.number, round.unsettled, round.free) == (0, 4, 16)
+    assert round.parent == chain.entries[0].hash, (
+        "roster entries do not change the state a round is measured on"
+    )
+    assert round.probe is not None and len(round.probe.sums) == 2
+    final = rounds.open_round(chain, Ops(0, eval_every=1), 0.0)
+    assert final.final and final.probe is not None and final.free == 0
+    assert lock.chunk_count(Kind.MEMBER) == 4
+
+
+# ---------------------------------------------------------------- filling
+
+
+def test_cells_fill_once_and_the_counters_follow() -> None:
+    lock, _, round = opened(members=4)
+    part = rounds.fill(round, 1, result(lock, member(2, 1, 2), 0.5, 0.75, parent=round.parent))
+    assert part.members[2].sums == (None, 0.5, 0.75, None)
+    assert part.members[2].evaluators == (rounds.NOBODY, 1, 1, rounds.NOBODY)
+    assert (part.free, part.unsettled) == (14, 4)
+    whole = rounds.fill(part, 0, result(lock, member(2), 9.0, 9.0, 9.0, 1.0, parent=round.parent))
+    assert whole.members[2].sums == (9.0, 0.5, 0.75, 1.0), "what is in keeps its value"
+    assert (whole.free, whole.unsettled) == (12, 3) and whole.members[2].complete
+
+
+def test_counters_equal_a_recount_whatever_happens() -> None:
+    lock, _, round = opened(members=6)
+    rng = random.Random(1)
+    for _ in range(400):
+        first = rng.randrange(4)
+        unit = member(rng.randrange(6), first, rng.randrange(first, 4))
+        what = rng.randrange(5)
+        if what < 2:
+            held = round.members[unit.member].leases[unit.first : unit.last + 1]
+            round = rounds.lease(round, unit, 1 if what or min(held) == 0 else -1)
+        elif what == 2:
+            round = rounds.fill(round, 0, result(lock, unit, parent=round.parent))
+        elif what == 3:
+            round = rounds.fail(round, 0, unit, "no")
+        elif rng.random() < 0.05:
+            round = rounds.void(round, unit, "why", mirrored=False)
+        assert round.free == sum(cells.free for cells in round.members)
+        assert round.unsettled == sum(not cells.settled for cells in round.members)
+        assert all(not cells.free for cells in round.members[: round.cursor])
+
+
+# ---------------------------------------------------------------- judging
+
+
+def test_judgement_of_results() -> None:
+    lock, _, round = opened({"eval_every": 1}, members=4)
+    here = round.parent
+
+    def judged(unit: Unit, *sums: float, parent: bytes = here) -> tuple[str, bool]:
+        verdict = rounds.judge(lock, round, result(lock, unit, *sums, parent=parent))
+        return verdict.kind, verdict.conflict
+
+    assert judged(member(0)) == ("ok", False)
+    assert judged(member(0), parent=b"elsewhere") == ("refused", False)
+    assert judged(member(0, round=1)) == ("refused", False)
+    round = replace(filled(lock, round, 0), number=0)
+    assert judged(member(0)) == ("duplicate", False)
+    assert judged(member(0), 1.0, 1.0, 1.0, 0.5) == ("duplicate", True)
+    round = rounds.fill(round, 0, result(lock, member(1, 0, 1), parent=here))
+    assert judged(member(1), 0.5, 1.0, 1.0, 1.0) == ("ok", True), "new chunks count, old ones stay"
+    round = rounds.void(round, member(2), "nobody can", mirrored=False)
+    assert judged(member(2)) == ("late", False)
+    late = rounds.judge(lock, replace(round, number=1), result(lock, member(0), parent=here))
+    assert late.kind == "late" and late.reason == "the round is closed"
+
+
+def test_a_probe_chunk_counts_its_correct_answers_once() -> None:
+    lock, _, round = opened({"eval_every": 1}, members=4)
+    first = Unit(0, Kind.PROBE, 0, 0, 0)
+    round = rounds.fill(round, 0, result(lock, first, 1.5, parent=round.parent, correct=2))
+    both = result(lock, Unit(0, Kind.PROBE, 0, 0, 1), 1.5, 0.25, parent=round.parent, correct=2)
+    assert rounds.judge(lock, round, both).kind == "duplicate", (
+        "whose answers were correct is not told per chunk"
+    )
+    second = Unit(0, Kind.PROBE, 0, 1, 1)
+    round = rounds.fill(round, 1, result(lock, second, 0.25, parent=round.parent, correct=1))
+    score = rounds.score_body(lock, round)
+    assert (score.sums, score.correct, score.mean, score.prompts) == ((1.5, 0.25), 3, 1.75 / 4, 4)
+
+
+# ---------------------------------------------------------------- giving up, closing
+
+
+@pytest.mark.parametrize(
+    ("failures", "nodes", "void"),
+    [
+        ((0, 0), 1, False),
+        ((0, 0, 0), 1, True),
+        ((0, 0, 0), 2, False),
+        ((0, 1, 0), 2, True),
+        ((0, 1), 2, False),
+    ],
+)
+def test_three_failures_on_two_nodes_where_there_are_two(
+    failures: tuple[int, ...], nodes: int, void: bool
+) -> None:
+    cells = Cells((None,), (rounds.NOBODY,), (0,), failures=failures, reason="boom")
+    verdict, reason = rounds.void_verdict(cells, nodes)
+    assert verdict is void and ("boom" in reason) is void
+
+
+def test_closing_waits_for_everybody_unless_the_plan_says_otherwise() -> None:
+    lock, _, round = opened(members=6)
+    round = filled(lock, round, 0, 1, 2, 4)
+    assert rounds.closing(round, lock, Ops(3)) == (None, "4 of 6 members are in")
+    assert rounds.closing(round, lock, Ops(3, quorum=0.8))[0] is None
+    close, reason = rounds.closing(round, lock, Ops(3, quorum=0.6))
+    assert close is not None and close.code == QUORUM and close.members == (0, 1, 2, 4)
+    assert [index for index, _ in close.voids] == [3, 5] and "quorum of 4" in reason
+    close, _ = rounds.closing(filled(lock, round, 3, 5), lock, Ops(3))
+    assert close is not None and close.code == COMPLETE and len(close.members) == 6
+
+
+def test_a_quorum_of_a_mirrored_population_counts_whole_pairs() -> None:
+    lock, _, round = opened(members=6, mirrored=True)
+    round = filled(lock, round, 0, 2, 4, 5)
+    close, reason = rounds.closing(round, lock, Ops(3, quorum=0.5))
+    assert close is None and "2 of them in whole pairs" in reason
+    close, _ = rounds.closing(filled(lock, round, 1), lock, Ops(3, quorum=0.5))
+    assert close is not None and close.members == (0, 1, 4, 5)
+
+
+def test_rewards_are_correctly_rounded_sums_over_prompts() -> None:
+    lock, chain, round = opened(members=2)
+    sums = (1e-17, 1.0, 1e-17, 0.5)
+    for k in range(2):
+        round = rounds.fill(round, 0, result(lock, member(k), *sums, parent=round.parent))
+    close, _ = rounds.closing(round, lock, Ops(3))
+    assert close is not None
+    body = rounds.commit_body(chain, round, close)
+    assert body.members[0].reward == math.fsum(sums) / 8
+    assert (body.alpha, body.sigma) == (lock.alpha_at(0), lock.sigma_at(0))
+    assert isinstance(body, CommitBody) and chain.append(
+        forge(body, chain.entries[-1], round=0, digest=lock.digest)
+    )
+
+
+def test_the_evaluator_of_a_split_member_is_who_measured_most() -> None:
+    lock, chain, round = opened(members=2)
+    for number, unit in (
+        (0, member(0, 0, 0)),
+        (1, member(0, 1, 3)),
+        (0, member(1, 0, 1)),
+        (1, member(1, 2, 3)),
+    ):
+        round = rounds.fill(round, number, result(lock, unit, parent=round.parent))
+    close, _ = rounds.closing(round, lock, Ops(3))
+    assert close is not None
+    assert [m.evaluator for m in rounds.commit_body(chain, round, close).members] == [1, 0]
+
+
+# ---------------------------------------------------------------- who works on what
+
+
+def node(
+    lock: Lock, name: str, number: int, *units: Unit, pace: float | None = 1.0, since: float = 0.0
+) -> Node:
+    held = tuple(Lease(unit, since, since, since) for unit in units)
+    made = Node(key_of(name), name, number, hello(lock), 0.0, 2, applied=0, leases=held, pace=pace)
+    return made
+
+
+def leased(round: Round, *nodes: Node) -> Round:
+    for holder in nodes:
+        for lease in holder.leases:
+            round = rounds.lease(round, lease.unit, 1)
+    return round
+
+
+def test_whole_members_first_then_even_shares_of_what_is_left() -> None:
+    lock, _, round = opened(members=4)
+    a = node(lock, "a", 0)
+    assert leases.next_unit(round, lock, a, 2, (0, 1))[0] == member(0)
+    round = rounds.lease(rounds.lease(rounds.lease(round, member(0), 1), member(1), 1), member(2), 1)
+    assert leases.next_unit(round, lock, a, 2, (0, 1))[0] == member(3, 0, 1), "two nodes share the last one"
+    assert leases.next_unit(round, lock, a, 8, (0, 1))[0] == member(3, 0, 0)
+    round = rounds.lease(round, member(3), 1)
+    assert leases.next_unit(round, lock, a, 2, (0, 1)) == (None, "every chunk is in or in work")
+
+
+def test_a_member_stays_whole_where_batches_may_change_answers() -> None:
+    lock, _, round = opened(members=4, repeatable=False)
+    assert leases.next_unit(round, lock, node(lock, "a", 0), 50, (0,))[0] == member(0)
+
+
+def test_a_probe_goes_out_first_and_chunk_by_chunk() -> None:
+    lock, _, round = opened({"eval_every": 1}, members=4, repeatable=False)
+    a = node(lock, "a", 0)
+    unit, _ = leases.next_unit(round, lock, a, 1, (0,))
+    assert unit == Unit(0, Kind.PROBE, 0, 0, 0)
+    assert leases.next_unit(rounds.lease(round, unit, 1), lock, a, 1, (0,))[0] == Unit(0, Kind.PROBE, 0, 1, 1)
+
+
+def test_a_failed_member_goes_to_a_node_that_has_not_tried() -> None:
+    lock, _, round = opened(members=2)
+    round = rounds.fail(round, 0, member(0), "no")
+    a, b = node(lock, "a", 0), node(lock, "b", 1)
+    assert leases.next_unit(round, lock, a, 1, (0, 1))[0] == member(1)
+    assert leases.next_unit(round, lock, b, 1, (0, 1))[0] == member(0)
+    assert leases.next_unit(round, lock, a, 1, (0,))[0] == member(0), "alone it tries again"
+
+
+def test_an_idle_node_shares_a_waiting_unit_by_speed() -> None:
+    lock, _, round = opened(members=4)
+    slow = replace(node(lock, "slow", 0, member(0), member(1), pace=3.0), heard=11.0)
+    fast = node(lock, "fast", 1, pace=1.0)
+    round = leased(filled(lock, round, 2, 3), slow)
+    found, reason = leases.rescue(round, lock, [slow, fast], fast, now=11.0)
+    assert found is not None and found.victim == slow.key and found.old == member(1)
+    assert found.unit == member(1, 1, 3) and found.keep == member(1, 0, 0), "4 s there, 3 s here"
+    assert "slow would have ended it in 13 s" in reason
+
+
+def test_chunks_that_are_in_already_are_not_handed_on() -> None:
+    lock, _, round = opened(members=2)
+    slow = node(lock, "slow", 0, member(0), member(1, 0, 1), pace=3.0)
+    idle = node(lock, "idle", 1, pace=3.0)
+    round = rounds.fill(leased(round, slow), 1, result(lock, member(1, 0, 0), parent=round.parent))
+    found, _ = leases.rescue(round, lock, [slow, idle], idle, now=1.0)
+    assert found is not None and (found.unit, found.keep) == (member(1, 1, 1), None)
+
+
+def test_the_slowest_running_unit_is_doubled_once_and_only_if_that_helps() -> None:
+    lock, _, round = opened(members=4)
+    slow = node(lock, "slow", 0, member(0), pace=10.0)
+    slower = node(lock, "slower", 1, member(1), pace=20.0)
+    idle = node(lock, "idle", 2, pace=1.0)
+    round = leased(filled(lock, round, 2, 3), slow, slower)
+    found, _ = leases.rescue(round, lock, [slow, slower, idle], idle, now=1.0)
+    assert found == leases.Rescue(member(1))
+    again = rounds.lease(round, member(1), 1)
+    assert leases.rescue(again, lock, [slow, slower, idle], idle, now=1.0)[0] == leases.Rescue(member(0))
+    lazy = node(lock, "idle", 2, pace=50.0)
+    assert leases.rescue(round, lock, [slow, slower, lazy], lazy, now=1.0)[0] is None
+
+
+def test_what_a_silent_node_holds_is_doubled_at_once() -> None:
+    lock, _, round = opened(members=2)
+    silent = node(lock, "silent", 0, member(0), pace=1.0)
+    idle = replace(node(lock, "idle", 1, pace=5.0), heard=7.0)
+    round = leased(filled(lock, round, 1), silent)
+    assert leases.rescue(round, lock, [silent, idle], idle, now=7.0)[0] == leases.Rescue(member(0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "now", "standing"),
+    [
+        ({}, 1.0, membership.READY),
+        ({}, 7.0, membership.SUSPECT),
+        ({}, 16.0, membership.LOST),
+        ({"number": None}, 1.0, membership.NEW),
+        ({"applied": 3}, 1.0, membership.BEHIND),
+        ({"applied": -1}, 1.0, membership.BEHIND),
+        ({"applied": 4}, 1.0, membership.READY),
+        ({"left": "bye"}, 1.0, membership.LEFT),
+        ({"stalled": (member(0), 250)}, 1.0, membership.STALLED),
+    ],
+)
+def test_how_a_node_stands(changes: dict[str, Any], now: float, standing: str) -> None:
+    made = replace(node(desk_lock(), "a", 0), applied=5)
+    word, reason = membership.standing(replace(made, **changes), 5, now)
+    assert word == standing and reason
+
+
+def test_a_lease_outlives_slow_units_but_not_still_ones() -> None:
+    lock = desk_lock()
+    held = Lease(member(0), 0.0, 0.0, moved=0.0)
+    slow = replace(node(lock, "a", 0, pace=20.0), heard=399.0)
+    assert not membership.expiry(slow, held, 30.0, None, 399.0).ok, "five times its usual 80 s are not over"
+    assert membership.expiry(replace(slow, heard=401.0), held, 30.0, None, 401.0).ok
+    quick = replace(node(lock, "a", 0, pace=0.1), heard=31.0)
+    assert "no progress for 31 s" in membership.expiry(quick, held, 30.0, None, 31.0).reason
+    assert not membership.expiry(quick, replace(held, moved=5.0), 30.0, None, 31.0).ok
