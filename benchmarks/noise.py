@@ -28,7 +28,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # run from a checkout without installing
 
-from esnode.doctor import _hardware
+from esnode.doctor import hardware
 from esnode.kernels import Kernels, Region, pick
 from protocol.seeds import tensor_key
 from protocol.shaping import MAX_SUM, Step
@@ -146,7 +146,7 @@ def measure(
         "weights": sum(region.count for _, region, _, _ in ours.parts),
         "members": members,
         "kernel": kernels.name,
-        "processor": _hardware()["processor"],
+        "processor": hardware()["processor"],
         "torch": torch.__version__,
     }
 

@@ -93,7 +93,7 @@ def examine(kernel: str | None = None) -> dict[str, Any]:
         "esnode": esnode.__version__,
         "law": noise.LAW,
         "wire": WIRE_VERSION,
-        "hardware": _hardware(),
+        "hardware": hardware(),
         "versions": {"python": platform.python_version(), **{p: _version(p) for p in _PACKAGES}},
         "kernels": _kernels(kernel) if util.find_spec("torch") else {},
     }
@@ -108,7 +108,8 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _hardware() -> dict[str, Any]:
+def hardware() -> dict[str, Any]:
+    """This machine, JSON-able: processor, usable cores, features that decide speed, memory, accelerators."""
     name, flags = platform.processor() or platform.machine(), set()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -116,7 +117,7 @@ def _hardware() -> dict[str, Any]:
         told = {key.strip(): value.strip() for key, _, value in reversed(lines)}
         name = told.get("model name", name)
         flags = set((told.get("flags") or told.get("Features") or "").split())
-    hardware = {
+    found: dict[str, Any] = {
         "processor": name,
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -128,8 +129,8 @@ def _hardware() -> dict[str, Any]:
         import torch
 
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        hardware["devices"] = [torch.cuda.get_device_name(i) for i in range(count)]
-    return hardware
+        found["devices"] = [torch.cuda.get_device_name(i) for i in range(count)]
+    return found
 
 
 def _kernels(only: str | None) -> dict[str, dict[str, Any]]:

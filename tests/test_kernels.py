@@ -148,6 +148,18 @@ def test_fused_rounds_equal_rounds_one_by_one(kernels, narrow):
     assert kernels.update(fused, [], 5, region) == []
 
 
+def test_long_replays_are_cut_into_passes(monkeypatch):
+    from esnode.kernels import cpu
+
+    steps, region = steps_for(30), Region.whole(700)
+    kernels, seen = create("cpu"), []
+    for most in (2048, 10, 1):
+        monkeypatch.setattr(cpu, "_MOST_NOISES", most)
+        master = torch.from_numpy(weights(700))
+        seen.append((kernels.update(master, steps, 5, region), bits(master).tobytes()))
+    assert seen[0] == seen[1] == seen[2] and len(seen[0][0]) == 30
+
+
 def test_a_step_without_noise_clears_the_sign_of_zero(kernels):
     master = torch.tensor([-0.0, 0.0, 1.5])
     kernels.update(master, [Step((), (), 40, 0)], 1, Region.whole(3))
@@ -495,6 +507,15 @@ def test_without_numba_the_reference_takes_over(monkeypatch):
     monkeypatch.setattr(registry.importlib.util, "find_spec", lambda name: None)
     assert "numba" in available("cpu")["cpu"]
     assert pick("cpu").name == "reference"
+
+
+def test_kernels_compile_where_nothing_can_be_cached(monkeypatch):
+    from numba.core import caching
+
+    from esnode.kernels import cpu_loops
+
+    monkeypatch.setattr(caching.CompileResultCacheImpl, "_locator_classes", [])
+    assert cpu_loops._compiled(lambda x: x + 1)(3) == 4
 
 
 PROBE = """

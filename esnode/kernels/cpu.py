@@ -8,7 +8,7 @@ change nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, pairwise
 from typing import Any
@@ -31,6 +31,7 @@ _KINDS = {torch.bfloat16: loops.BF16, torch.float16: loops.FP16, torch.float32: 
 _NO_U32, _NO_U16 = np.empty(0, np.uint32), np.empty(0, np.uint16)
 _SMALL = 1 << 15  # elements below which a second thread costs more than it saves
 _MOST_THREADS = 256
+_MOST_NOISES = 2048  # fused in one pass: their constants (128 bytes each) stay in the second-level cache
 _U64 = 1 << 64
 
 
@@ -60,6 +61,20 @@ def _cut(region: Region, parts: int) -> list[tuple[int, Region]]:
     inner = [(region.start + region.count * k // parts) // loops.BLOCK * loops.BLOCK for k in range(1, parts)]
     edges = [region.start, *inner, region.start + region.count]
     return [(a - region.start, Region.whole(b - a, a)) for a, b in pairwise(edges) if b > a]
+
+
+def _batches(steps: Sequence[Step]) -> Iterator[list[Step]]:
+    """Steps in runs that are worth one pass over the weights each."""
+    batch: list[Step] = []
+    noises = 0
+    for step in steps:
+        if batch and noises + len(step.seeds) > _MOST_NOISES:
+            yield batch
+            batch, noises = [], 0
+        batch.append(step)
+        noises += len(step.seeds)
+    if batch:
+        yield batch
 
 
 class CpuKernels:
@@ -126,6 +141,12 @@ class CpuKernels:
     def update(self, master: torch.Tensor, steps: Sequence[Step], tid: int, region: Region) -> list[int]:
         check_address(0, tid)
         check_master(master, region)
+        digests: list[int] = []
+        for batch in _batches(steps):
+            digests += self._update(master, batch, tid, region)
+        return digests
+
+    def _update(self, master: torch.Tensor, steps: Sequence[Step], tid: int, region: Region) -> list[int]:
         m32, m16 = _bits(master)
         wide = bool(len(m32))
         seeds = np.array([seed for step in steps for seed in step.seeds], np.uint64)

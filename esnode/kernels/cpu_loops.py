@@ -18,9 +18,13 @@ import llvmlite.binding as llvm
 
 def _use_wide_vectors() -> None:
     """Ask for 512-bit vectors, which LLVM avoids on some Intel cores; a user's own numba settings win."""
-    features = llvm.get_host_cpu_features()
-    chosen = {"NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES"} & os.environ.keys()
-    if features.get("avx512f") and not chosen:
+    if {"NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES"} & os.environ.keys():
+        return
+    try:
+        features = llvm.get_host_cpu_features()
+    except RuntimeError:  # LLVM does not know this processor's features
+        return
+    if features.get("avx512f"):
         os.environ["NUMBA_CPU_NAME"] = llvm.get_host_cpu_name()
         os.environ["NUMBA_CPU_FEATURES"] = features.flatten() + ",-prefer-256-bit"
 
