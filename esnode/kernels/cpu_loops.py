@@ -39,13 +39,10 @@ from numba.extending import intrinsic  # noqa: E402
 from protocol import noise  # noqa: E402
 
 U16, U32, I32, F32, U64 = np.uint16, np.uint32, np.int32, np.float32, np.uint64
-
 BLOCK = 128
 GROUP = 4  # blocks whose noise is made together, to load a seed's constants less often
 KEYS = 16  # u64 per seed, see _fold
-
 BF16, FP16, FP32 = 0, 1, 2  # live dtypes
-
 _TABLE = np.concatenate([np.zeros(6592, np.uint32), noise.TABLE])  # indexed by b >> 17 as it is
 _BELOW_ONE = np.array([0x3F7FFFFF], np.uint32).view(np.float32)[0]
 _M0, _M1 = U64(0xD2511F53), U64(0xCD9E8D57)
