@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 
 import msgpack
 
+from esnode import fence
 from esnode.tasks import Item, Score, Task, TaskError, open_task
 
 REASON_CHARACTERS = 200
@@ -161,6 +162,8 @@ def main() -> None:
         code = Path(opening["code"]) if opening["code"] else None
         task = open_task(opening["spec"], opening["options"], opening["data"], code=code)
         task.warm_up()
+        if not task.own_code:
+            fence.close()
     except TaskError as error:
         pipe.send(["refused", str(error)])
     except Exception as error:

@@ -262,3 +262,51 @@ def test_odd_text_and_cheap_batches() -> None:
         assert min(took) < 0.05 and not scorer.failures  # 2 ms on a quiet machine
         large = "x" * 1_000_000
         assert scorer.score_batch("train", range(4), [large] * 4) == [Score(0.0, False)] * 4
+
+
+# ---------------------------------------------------------------- the fence
+
+DEEDS = [
+    "__import__('os').system('touch {path}')",
+    "__import__('subprocess').run(['touch', '{path}'])",
+    "open('{path}', 'w')",
+    "__import__('os').open('{path}', 65)",
+    "__import__('pathlib').Path('{path}').touch()",
+    "__import__('os').fork()",
+    "__import__('socket').create_connection(('127.0.0.1', 9))",
+    "__import__('ctypes').CDLL(None)",
+    "__import__('os').remove('{victim}')",
+    "__import__('os').rename('{victim}', '{path}')",
+    "__import__('shutil').rmtree('{folder}')",
+]
+
+
+def test_text_that_a_third_party_scorer_evaluates_cannot_act(tmp_path: Path) -> None:
+    """reasoning-gym's spiral_matrix scorer calls eval on whatever looks like a list."""
+    data = tasks.materialise("gym:spiral_matrix", {"train": len(DEEDS), "heldout": 1})
+    victim = tmp_path / "folder" / "victim"
+    victim.parent.mkdir()
+    victim.write_text("here")
+    path = tmp_path / "trace"
+    texts = [
+        f"<answer>[{deed.format(path=path, victim=victim, folder=victim.parent)}]</answer>" for deed in DEEDS
+    ]
+    with Scorer("gym:spiral_matrix", tasks.header(data)[1], data) as scorer:
+        entry = scorer.task.train[0]["entry"]
+        fine = scorer.score_batch("train", [0], [f"<answer>{entry['answer']}</answer>"])
+        assert fine == [Score(1.0, True)]
+        scores = scorer.score_batch("train", range(len(DEEDS)), texts)
+        assert scorer.score_batch("train", [0], [f"<answer>{entry['answer']}</answer>"]) == fine
+    assert all(score.reward < 0.1 for score in scores)
+    assert not path.exists() and victim.read_text() == "here"
+
+
+def test_the_fence_names_what_was_tried() -> None:
+    program = (
+        "from esnode import fence; fence.close(); import json, decimal\n"
+        "try: open('/tmp/x', 'w')\n"
+        "except PermissionError as error: print(error)\n"
+        "print(len(open('/etc/passwd').read()) > 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "writing '/tmp/x' is not for a scorer\nTrue\n"

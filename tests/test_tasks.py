@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -384,13 +386,27 @@ def test_odd_entries_survive_json() -> None:
     assert gym.restored(json.loads(json.dumps(gym.plain(entry)))) == entry
 
 
+EVERY_DATASET = """
+from reasoning_gym.factory import DATASETS
+from esnode import fence
+from esnode.tasks import gym
+
+options = {"train": 4, "heldout": 2, "seed": 1, "parameters": {}}
+names = sorted(set(DATASETS) - set(gym.REFUSED))
+made = {name: gym.generate(name, options) for name in names}
+sets = {name: gym._dataset(name, options, 6) for name in names}
+fence.close()
+for name in names:
+    gym.verify(name, sets[name], [item["entry"] for item in made[name]])
+"""
+
+
 @pytest.mark.slow
 def test_every_gym_dataset_but_the_refused_ones() -> None:
-    from reasoning_gym.factory import DATASETS
-
-    options = {"train": 4, "heldout": 2, "seed": 1, "parameters": {}}
-    for name in sorted(set(DATASETS) - set(gym.REFUSED)):
-        assert len(gym.generate(name, options)) == 6, name
+    """Their own answers get full marks and prose does not, inside the fence too."""
+    program = [sys.executable, "-c", EVERY_DATASET]
+    done = subprocess.run(program, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_an_unfit_dataset_is_refused_by_name() -> None:
@@ -401,7 +417,12 @@ def test_an_unfit_dataset_is_refused_by_name() -> None:
         def score_answer(self, answer: str, entry: dict[str, Any]) -> float:
             raise KeyError("board")
 
+    class Blind:
+        score_answer: Callable[..., float] = staticmethod(lambda answer, entry: 1.0)
+
     entry = gym.plain({"question": "q", "answer": "a", "metadata": {}})
+    with pytest.raises(TaskError, match=r"gym:blind is refused: its scorer gives 'I do not know\.' full marks"):
+        gym.verify("blind", Blind(), [entry])
     with pytest.raises(TaskError, match=r"gym:stingy is refused: its own answer 'a' scores 0\.9"):
         gym.verify("stingy", Stingy(), [entry])
     with pytest.raises(TaskError, match="gym:broken is refused: scoring its own answer raised KeyError"):

@@ -23,12 +23,14 @@ from esnode.tasks.interface import ChatMessage, Item, Score, Splits, Task, TaskE
 
 INSTRUCTION = "Give your final answer between <answer> and </answer> tags."
 GENERATION_SECONDS = 600
+PROSE = "I do not know."
 CHECKED = 16  # items of a new data set whose own answer must get full marks
 
 # Datasets of reasoning-gym 0.1.25 that cannot be used, and why. Every other one passed the check of `verify`.
 REFUSED = {
     "boxnet": "it publishes no answer, so nothing shows that its scorer can give full marks",
     "composite": "it only mixes other datasets",
+    "game_of_life_halting": "its scorer gives any text full marks",
     "rush_hour": "it publishes no answer, so nothing shows that its scorer can give full marks",
 }
 # Datasets with many right answers publish an example in their metadata instead.
@@ -147,7 +149,7 @@ def _json_copy(name: str, entry: Mapping[str, Any]) -> Any:
 
 
 def verify(name: str, dataset: Any, entries: list[Any]) -> None:
-    """Raise TaskError unless the dataset's own answers, in `<answer>` tags, get full marks."""
+    """Raise TaskError unless the dataset's own answers, in `<answer>` tags, get full marks, prose not."""
     for entry in map(restored, entries):
         gold = entry["metadata"][EXAMPLE_ANSWER[name]] if name in EXAMPLE_ANSWER else entry["answer"]
         gold = gold if isinstance(gold, str) else json.dumps(gold)
@@ -157,6 +159,15 @@ def verify(name: str, dataset: Any, entries: list[Any]) -> None:
             raise TaskError(f"gym:{name} is refused: scoring its own answer raised {error!r}") from error
         if not reward >= 1.0:
             raise TaskError(f"gym:{name} is refused: its own answer {gold[:60]!r} scores {reward}, not 1")
+        if _prose_passes(dataset, entry):
+            raise TaskError(f"gym:{name} is refused: its scorer gives {PROSE!r} full marks")
+
+
+def _prose_passes(dataset: Any, entry: Any) -> bool:
+    try:
+        return bool(dataset.score_answer(PROSE, entry=copy.deepcopy(entry)) >= 1.0)
+    except Exception:  # a scorer that cannot read prose costs such an answer the floor
+        return False
 
 
 def _generated_apart(name: str, options: Mapping[str, Any]) -> list[Item]:

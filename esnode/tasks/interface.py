@@ -46,6 +46,9 @@ class Task:
     max_new_tokens: int = 64
     packages: tuple[str, ...] = ()  # PyPI names whose versions scoring depends on; the lock pins them
     max_turns: int = 8  # an episode of several turns that is not over by then gets the floor
+    own_code: bool = (
+        False  # scoring runs the operator's own file, which may do what it likes; see `esnode.fence`
+    )
     batched: bool = False  # scoring calls `score_batch` for all answers at once (with their limits added up)
     defaults: Mapping[str, Any] = {}  # options of `[run.options]`; the default values also fix their types
 

@@ -28,6 +28,7 @@ class PythonTask(Task):
     """The argument, once located, is the path of the user's file."""
 
     name = "python"
+    own_code = True
     # `code` pins the file's SHA-256; the rest is filled in from its constants.
     defaults: Mapping[str, Any] = {"code": "", "low": 0.0, "high": 1.0, "max_new_tokens": 64, "max_turns": 8}
 
