@@ -43,6 +43,7 @@ class Request:
     rounds: int | None = None
     nodes: int = 2
     threads: int = 1
+    code: Path | None = None  # the folder that `python:` tasks may be loaded from
     node_words: tuple[str, ...] = ()  # further arguments of every node process
 
 
@@ -77,7 +78,8 @@ def settle(folder: RunFolder, request: Request, tell: Tell) -> Lock:
         write_file(folder.plan, draft(request).encode())
     else:
         _adjust(folder, request)
-    lock = lock_of(folder) if folder.lock.exists() else _lock(folder, tell)
+    lock = lock_of(folder) if folder.lock.exists() else _lock(folder, request.code, tell)
+    folder.coordinator.mkdir(exist_ok=True)
     keys.write_signing(folder.coordinator / "signing.key", signing_seed())
     return lock
 
@@ -101,11 +103,12 @@ def _adjust(folder: RunFolder, request: Request) -> None:
         write_file(folder.plan, plan.render(plan.changed(written, rounds=request.rounds)).encode())
 
 
-def _lock(folder: RunFolder, tell: Tell) -> Lock:
+def _lock(folder: RunFolder, code: Path | None, tell: Tell) -> Lock:
     from esnode import locking
 
     parsed = plan.parse(folder.plan.read_text(encoding="utf-8"))
-    lock, data, _model = locking.resolve(parsed, trusted=[public_key(signing_seed()).hex()], progress=tell)
+    trusted = [public_key(signing_seed()).hex()]
+    lock, data, _model = locking.resolve(parsed, trusted=trusted, progress=tell, code=code)
     write_file(folder.task, data)
     write_file(folder.lock, lock.to_bytes())
     return lock

@@ -12,10 +12,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from esnode import history, rebuild, report
+from esnode.begin import Request
 from esnode.folder import RunFolder, write_file
 from esnode.history import Costs, History
 from esnode.progress import clock, size
@@ -49,25 +52,27 @@ class Outcome:
     answers: tuple[Comparison, ...]
 
 
-def finish(place: RunFolder, threads: int, tell: Tell) -> Outcome:
+def finish(place: RunFolder, request: Request, tell: Tell) -> Outcome:
     """Rebuild the trained weights from the ledger, write `final/`, the plot and the answers."""
     ledger = rebuild.open_ledger(place.ledger)
     past = history.of_chain(ledger.chain)
     report.picture(past, place.picture)
-    rebuilt, answers = _compare(place, ledger, threads, tell)
+    rebuilt, answers = _compare(place, ledger, request, tell)
     tell("writing the model", 0, 1)
     _write_model(place, rebuilt)
     tell("writing the model", 1, 1)
     return Outcome(place, past, history.costs_of(place), rebuilt, tuple(answers))
 
 
-def _compare(place: RunFolder, ledger: Ledger, threads: int, tell: Tell) -> tuple[Rebuilt, list[Comparison]]:
+def _compare(
+    place: RunFolder, ledger: Ledger, request: Request, tell: Tell
+) -> tuple[Rebuilt, list[Comparison]]:
     """Answer the first held-out prompts with the base model, replay all rounds, answer them again."""
     from esnode import prompts, tasks
 
     lock = ledger.lock
-    base = rebuild.start(ledger, threads=threads, tell=tell)
-    task = tasks.open_task(lock.task, lock.task_options, place.task.read_bytes())
+    base = rebuild.start(ledger, threads=request.threads * request.nodes, tell=tell)
+    task = tasks.open_task(lock.task, lock.task_options, place.task.read_bytes(), code=request.code)
     prepared = prompts.prepare(base.model.path, task, lock.date)
     chosen = range(min(SHOWN, lock.heldout_prompts))
     before = _greedy(base.engine, prepared, chosen)
@@ -112,18 +117,16 @@ def show(outcome: Outcome, console: Console) -> None:
     console.print()
     console.print(_summary(outcome))
     console.print()
-    console.print(_next(outcome.place), highlight=False, soft_wrap=True)
+    console.print(_next(outcome.place), highlight=False, markup=False, soft_wrap=True)
 
 
 def _answers(rows: Sequence[Comparison]) -> Table:
-    table = Table(
-        title="Held-out prompts, greedy answers", title_justify="left", show_lines=False, expand=True
-    )
-    table.add_column("prompt", ratio=3, overflow="ellipsis", max_height=None)
-    table.add_column("before", ratio=3, style="dim")
-    table.add_column("after", ratio=3, style="green")
+    table = Table(title="Held-out prompts and greedy answers", title_justify="left", box=SIMPLE, expand=True)
+    for name, style in (("prompt", ""), ("before", "dim"), ("after", "green")):
+        table.add_column(name, ratio=1, style=style)
     for row in rows:
-        table.add_row(*(" ".join(text.split()) for text in (row.prompt, row.before, row.after)))
+        # Text, not str: what a model says must not be taken for markup.
+        table.add_row(*(Text(" ".join(part.split())) for part in (row.prompt, row.before, row.after)))
     return table
 
 
@@ -165,8 +168,8 @@ def _summary(outcome: Outcome) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
     table.add_column()
-    for row in summary(outcome.history, outcome.costs):
-        table.add_row(*row)
+    for label, words in summary(outcome.history, outcome.costs):
+        table.add_row(label, Text(words))
     rebuilt = outcome.rebuilt
     table.add_row("digest", f"{rebuilt.digest:016x}, {rebuilt.compared} of {rebuilt.round} rounds compared")
     table.add_row("replay", f"{rebuilt.replay_seconds:.1f} s from the ledger ({_ledger_size(outcome.place)})")

@@ -20,6 +20,7 @@ def fork(
     out: Path | None = None,
     base: str | None = None,
     *,
+    code: Path | None = None,
     tell: Tell = silent,
 ) -> RunFolder:
     """Prepare a folder whose lock names round `round` (None: the last) of `source` as its start.
@@ -37,7 +38,7 @@ def fork(
         parent.lock.run_id.hex(), rebuilt.round, _closing_hash(parent, rebuilt.round), rebuilt.digest
     )
     lock, data, _ = locking.resolve(
-        wanted, trusted=[public_key(begin.signing_seed()).hex()], parent=state, progress=tell
+        wanted, trusted=[public_key(begin.signing_seed()).hex()], parent=state, progress=tell, code=code
     )
     place = folder.create(out or _default(parent, rebuilt.round))
     write_file(place.plan, plan.render(wanted).encode())

@@ -61,9 +61,9 @@ def view(now: Snapshot) -> Panel:
     grid.add_row("traffic", _traffic(now))
     grid.add_row("time", _shares(now.costs))
     for name, doing in _nodes(now.status):
-        grid.add_row(name, doing)
+        grid.add_row(Text(name), Text(doing))  # names and reasons come from elsewhere: no markup
     hint = Text("Ctrl-C stops cleanly and keeps everything", style="dim")
-    title = f"[b]{history.title}[/b]  run {history.lock.run_id.hex()[:12]}"
+    title = Text(f"{history.title}, run {history.lock.run_id.hex()[:12]}", style="bold")
     return Panel(Group(grid, hint), title=title, title_align="left", border_style="cyan")
 
 
@@ -90,7 +90,7 @@ def bars(console: Console, say: bool = True) -> Iterator[Tell]:
             if what not in steps:
                 steps[what] = shown.add_task(what, total=total)
                 if say and not console.is_terminal:
-                    console.print(what)
+                    console.print(what, highlight=False, markup=False)
             shown.update(steps[what], completed=done, total=total)
 
         yield tell

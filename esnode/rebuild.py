@@ -127,10 +127,7 @@ def open_ledger(path: str | Path) -> Ledger:
         )
     reading = ledger_file.read(path)
     if not reading.chain.height:
-        found = f": {reading.problem.what}" if reading.problem else ""
-        raise DamagedLedger(
-            f"{path} holds no readable lock{found}. It is no ledger, or its first entry is damaged."
-        )
+        raise DamagedLedger(f"{path} cannot be used: {reading.problem}.")
     return Ledger(path, reading.chain, reading.ended, reading.problem)
 
 

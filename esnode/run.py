@@ -50,7 +50,8 @@ def run(request: Request, console: Console) -> int:
         try:
             _phases(place, request, console, descriptor)
         except KeyboardInterrupt:
-            console.print(f"\nStopped; everything so far is kept. Continue with:\n  {resume_command(place)}")
+            words = f"\nStopped; everything so far is kept. Continue with:\n  {resume_command(place)}"
+            console.print(words, highlight=False, markup=False, soft_wrap=True)
             return INTERRUPTED
         finally:
             os.close(descriptor)
@@ -99,7 +100,7 @@ def interruptible() -> Iterator[None]:
 
 def _phases(place: RunFolder, request: Request, console: Console, descriptor: int) -> None:
     folder.require_space(place)
-    console.print(f"run folder {place.path}")
+    console.print(f"run folder {place.path}", highlight=False, markup=False, soft_wrap=True)
     try:
         with progress.bars(console) as tell:
             lock = begin.settle(place, request, tell)
@@ -112,7 +113,7 @@ def _phases(place: RunFolder, request: Request, console: Console, descriptor: in
     if not _ended(place):
         _train(place, lock, request, console, descriptor)
     with progress.bars(console) as tell:
-        outcome = finish.finish(place, request.threads * request.nodes, tell)
+        outcome = finish.finish(place, request, tell)
     finish.show(outcome, console)
 
 
@@ -199,9 +200,9 @@ def _start(place: RunFolder, names: list[str], request: Request, descriptor: int
 
 def _node(place: RunFolder, name: str, request: Request, descriptor: int) -> Child:
     arguments = ("--run", str(place.path), "--name", name, "--threads", str(request.threads))
-    return Child(
-        name, "esnode.daemon", (*arguments, *request.node_words), place.log(name), keep_open=(descriptor,)
-    )
+    code = ("--code", str(request.code)) if request.code else ()
+    words = (*arguments, *code, *request.node_words)
+    return Child(name, "esnode.daemon", words, place.log(name), keep_open=(descriptor,))
 
 
 def _follow(watch: Watch, children: Children, console: Console) -> None:
@@ -230,5 +231,7 @@ def _print_rounds(now: Snapshot, shown: int, console: Console) -> int:
     """Print the rounds that closed since; returns how many have been printed."""
     held = {score.round: score for score in now.history.heldout}
     for row in now.history.rounds[shown:]:
-        console.print(progress.line(row, held.get(row.round), now.costs, now.rounds), highlight=False)
+        console.print(
+            progress.line(row, held.get(row.round), now.costs, now.rounds), highlight=False, soft_wrap=True
+        )
     return len(now.history.rounds)

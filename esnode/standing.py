@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from esnode import admin, begin, folder, history, rebuild
 from protocol import plan
@@ -62,11 +63,11 @@ def words(status: Mapping[str, Any]) -> Table:
         round_, mean, correct, prompts = status["scores"][-1]
         table.add_row("held-out", f"{mean:.4f} after {round_} rounds, {correct} of {prompts} correct")
     for node in status.get("nodes", []):
-        table.add_row(node["name"], node_words(node))
+        table.add_row(Text(node["name"]), Text(node_words(node)))
     for name, count in status.get("counters", {}).items():
         table.add_row(name, str(count))
     for refusal in status.get("refusals", []):
-        table.add_row("refused", refusal)
+        table.add_row("refused", Text(refusal))
     if status.get("problem"):
         table.add_row("problem", status["problem"])
     return table

@@ -224,7 +224,7 @@ def test_ledger_commands_name_what_is_missing(tmp_path: Path) -> None:
     assert "there is no ledger" in refused("verify", str(tmp_path / "none"))
     assert "there is no ledger" in refused("show", str(tmp_path))
     (tmp_path / "run.ledger").write_bytes(b"a picture of a cat")
-    assert "is no ledger" in refused("verify", str(tmp_path))
+    assert "no ledger: the file does not start with" in refused("verify", str(tmp_path))
 
 
 def test_verify_locates_damage(written: Path) -> None:

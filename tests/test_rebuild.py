@@ -100,7 +100,7 @@ def test_what_does_not_exist_is_named(case: Case, tmp_path: Path) -> None:
         with pytest.raises(NoSuchRound, match=f"rounds 0 to {ROUNDS}"):
             rebuild.at(case.path, round, str(case.model))
     (tmp_path / "run.ledger").write_bytes(b"")
-    with pytest.raises(DamagedLedger, match="is no ledger"):
+    with pytest.raises(DamagedLedger, match="cannot be used: damaged at byte 0"):
         rebuild.open_ledger(tmp_path)
 
 

@@ -135,8 +135,13 @@ def export(ledger: Path, base: str | None, round_: int | None, threads: int | No
 @click.option(
     "--out", type=click.Path(path_type=Path), help="Folder of the new run [default: runs/NAME-fork-N]."
 )
+@click.option(
+    "--code", type=click.Path(path_type=Path, file_okay=False), help="Folder of a python: task's file."
+)
 @BASE
-def fork(ledger: Path, round_: int | None, plan: Path, out: Path | None, base: str | None) -> None:
+def fork(
+    ledger: Path, round_: int | None, plan: Path, out: Path | None, code: Path | None, base: str | None
+) -> None:
     """Prepare a new run that starts from the weights of a round of LEDGER instead of a checkpoint.
 
     The new lock names the parent run, round, entry and digest; the parent's ledger is copied along, so the
@@ -151,5 +156,5 @@ def fork(ledger: Path, round_: int | None, plan: Path, out: Path | None, base: s
     from esnode import fork as forking
 
     with told() as tell:
-        folder = forking.fork(ledger, round_, plan, out, base, tell=tell)
+        folder = forking.fork(ledger, round_, plan, out, base, code=code, tell=tell)
     click.echo(f"{folder.path} is ready. Start it with: esnode run --resume --out {folder.path}")

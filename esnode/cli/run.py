@@ -25,6 +25,9 @@ import click
 @click.option(
     "--out", type=click.Path(path_type=Path, file_okay=False), help="Run folder [default: runs/TASK-TIME]."
 )
+@click.option(
+    "--code", type=click.Path(path_type=Path, file_okay=False), help="Folder of a python: task's file."
+)
 @click.option("--resume", is_flag=True, help="Continue the run in --out, or the newest one under runs/.")
 def run(
     plan: Path | None,
@@ -34,6 +37,7 @@ def run(
     threads: int,
     rounds: int | None,
     out: Path | None,
+    code: Path | None,
     resume: bool,
 ) -> None:
     """Train on this machine: a coordinator and some nodes as separate processes on loopback.
@@ -63,6 +67,7 @@ def run(
         rounds=rounds,
         nodes=nodes,
         threads=threads,
+        code=code,
     )
     sys.exit(start(request, Console()))
 
