@@ -421,7 +421,7 @@ def test_an_unfit_dataset_is_refused_by_name() -> None:
         score_answer: Callable[..., float] = staticmethod(lambda answer, entry: 1.0)
 
     entry = gym.plain({"question": "q", "answer": "a", "metadata": {}})
-    with pytest.raises(TaskError, match=r"gym:blind is refused: its scorer gives 'I do not know\.' full marks"):
+    with pytest.raises(TaskError, match=r"gym:blind is refused: its scorer gives 'I do not know\.' full"):
         gym.verify("blind", Blind(), [entry])
     with pytest.raises(TaskError, match=r"gym:stingy is refused: its own answer 'a' scores 0\.9"):
         gym.verify("stingy", Stingy(), [entry])

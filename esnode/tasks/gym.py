@@ -16,6 +16,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from esnode.tasks.answers import tagged
@@ -171,7 +172,9 @@ def _prose_passes(dataset: Any, entry: Any) -> bool:
 
 
 def _generated_apart(name: str, options: Mapping[str, Any]) -> list[Item]:
-    environment = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    root = str(Path(__file__).parents[2])
+    search = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": search}
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-m", "esnode.tasks.gym"],
