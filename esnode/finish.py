@@ -190,14 +190,7 @@ def _next(place: RunFolder) -> str:
             f"  {place.metrics}, {place.units}  one JSON object per round and per unit",
             "next:",
             f"  esnode verify {path}",
-            f"  esnode evaluate {path} --task {plan_task(place)}",
+            f"  esnode evaluate {path} --samples 4",
             f"  esnode export {path} --round 0 --to base",
         ]
     )
-
-
-def plan_task(place: RunFolder) -> str:
-    """The task's name as the plan spells it."""
-    from protocol import plan
-
-    return plan.parse(place.plan.read_text(encoding="utf-8")).task

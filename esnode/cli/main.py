@@ -102,14 +102,14 @@ def cli() -> None:
     First commands:
       esnode doctor                               is this machine ready?
       esnode run                                  train the demo model here, a few minutes
-      esnode verify runs/NAME/run.ledger          rebuild it from the ledger, compare digests
-      esnode evaluate runs/NAME/run.ledger --task short-answers
+      esnode verify runs/NAME                     rebuild it from the ledger, compare digests
+      esnode evaluate runs/NAME --round 0         its score on held-out prompts, at any round
     \b
     Your own model and task:
       esnode plan new --task countdown --model Qwen/Qwen2.5-1.5B-Instruct > plan.toml
       esnode run --plan plan.toml --nodes 2 --out runs/mine
       esnode run --resume --out runs/mine         after Ctrl-C, a crash or a power cut
-      esnode export runs/mine/run.ledger --round 40 --to model-40
+      esnode export runs/mine --round 40 --to model-40
 
     `esnode COMMAND --help` explains each command with an example.
     """
