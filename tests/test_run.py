@@ -5,8 +5,12 @@ The first part trains 64 numbers under the real noise law (`toy_engine.py`), the
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pty
 import random
+import re
+import select
 import signal
 import subprocess
 import sys
@@ -157,6 +161,33 @@ def test_ctrl_c_keeps_everything(tmp_path: Path, unbroken: int, number: signal.S
     assert "Traceback" not in printed
     assert not busy(toy.place)
     assert not any(toy.pid(name) for name in ("coordinator", "node-1", "node-2"))
+    toy.finish()
+    assert toy.digest == unbroken
+
+
+def test_the_live_view_and_ctrl_c_in_a_terminal(tmp_path: Path, unbroken: int) -> None:
+    """As a person sees it: frames in a terminal, Ctrl-C typed, the command to continue."""
+    toy = Toy(tmp_path / "run")
+    command = [sys.executable, "-m", "tests.toy_run", str(toy.place.path), "2"]
+    process, terminal = pty.fork()
+    if process == 0:
+        os.chdir(ROOT)
+        os.execvpe(command[0], command, {**os.environ, "TERM": "xterm-256color", "COLUMNS": "110"})
+    seen = b""
+    deadline = time.monotonic() + PATIENCE
+    while toy.entries < 8 or b"held-out" not in seen:
+        assert time.monotonic() < deadline, seen
+        if select.select([terminal], [], [], 0.05)[0]:
+            seen += os.read(terminal, 65536)
+    os.write(terminal, b"\x03")
+    with contextlib.suppress(OSError):  # how a terminal says that its last user is gone
+        while more := os.read(terminal, 65536):
+            seen += more
+    _, status = os.waitpid(process, 0)
+    assert os.waitstatus_to_exitcode(status) == 130, seen.decode()
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.decode())
+    for words in ("members", "reward", "node-2", "Ctrl-C stops cleanly", "esnode run --resume --out"):
+        assert words in shown, shown
     toy.finish()
     assert toy.digest == unbroken
 
