@@ -46,12 +46,13 @@ from coordinator.setup import Setup, publish_address, usual_address
 from protocol import logfile
 from protocol.entries import EntryKind, parse
 from protocol.errors import UserError
-from protocol.ledger import LedgerFile
+from protocol.ledger import LedgerError, LedgerFile
 from protocol.messages import Ack, Assign, Result, Unit
 
 TICK_SECONDS = 0.25
 BATCH = 512  # frames per turn: one flush for all of them
 EXIT_BUG = 70
+EXIT_INTERRUPTED = 130
 SPARE_FILES = 64  # descriptors beyond one per node
 
 
@@ -161,12 +162,21 @@ class Server:
         self._journal.append(records)
         self._state = state
         raws = entries_of(records)
-        if raws:
-            self._ledger.append(*raws)
+        self._extend_ledger(raws)
         for event, effects in steps:
             self._perform(event, effects)
         for raw in raws:
             self._prune(raw)
+
+    def _extend_ledger(self, raws: Sequence[bytes]) -> None:
+        if not raws:
+            return
+        try:
+            self._ledger.append(*raws)
+        except OSError as error:  # the journal has them: the next start completes the file
+            raise LedgerError(
+                f"cannot write {self._ledger.path}: {error.strerror}. Free some space and start again"
+            ) from error
 
     def _perform(self, event: Event, effects: Sequence[Effect]) -> None:
         for effect in effects:
@@ -263,26 +273,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--plain", action="store_true", help="no encryption: tests on loopback only")
     options = parser.parse_args(arguments)
+    log: logging.Logger | None = None
     try:
-        return _serve(options.data, options.bind, options.plain)
+        setup = Setup.load(options.data)
+        log = logfile.start(options.data / "logs" / "coordinator.log", "coordinator")
+        return _serve(setup, options.bind, options.plain, log)
     except UserError as error:
-        print(f"esnode: {error}", file=sys.stderr)  # noqa: T201 - the one line a user reads
+        logfile.last_words(log, str(error))
         return error.exit_code
     except OSError as error:
-        print(f"esnode: {error.strerror}: {error.filename}", file=sys.stderr)  # noqa: T201
+        where = f" ({error.filename})" if error.filename else ""
+        logfile.last_words(log, f"{error.strerror}{where}; mend the disk or the folder and start again")
         return 1
     except Exception:
         traceback.print_exc()
         return EXIT_BUG
 
 
-def _serve(folder: Path, bind: str, plain: bool) -> int:
-    setup = Setup.load(folder)
-    log = logfile.start(folder / "logs" / "coordinator.log", "coordinator")
+def _serve(setup: Setup, bind: str, plain: bool, log: logging.Logger) -> int:
     raise_file_limit(len(setup.roster), log)
     server = Server(setup, bind, plain, log)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda got, _frame: server.request_stop(f"{signal.Signals(got).name} received"))
+
+    def stop(number: int, _frame: Any) -> None:
+        signal.signal(number, lambda *_: os._exit(EXIT_INTERRUPTED))  # the journal survives anything
+        server.request_stop(f"{signal.Signals(number).name} received")
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
     try:
         return server.run()
     finally:

@@ -49,11 +49,11 @@ Loader = Callable[[Options, Lock], Workshop]
 class Daemon:
     """One node. `run` returns the exit code."""
 
-    def __init__(self, options: Options, log: logging.Logger) -> None:
-        """Read the run's folder and take the node's; the model is loaded by `run`."""
+    def __init__(self, options: Options, lock: Lock, log: logging.Logger) -> None:
+        """Take the node's folder; the model is loaded by `run`."""
         self._options = options
         self._log = log
-        self._lock = nodeoptions.read_lock(options.run)
+        self._lock = lock
         self._notebook = Notebook(options.folder, self._lock.run_id)
         if self._notebook.warning:
             log.warning("%s", self._notebook.warning)
@@ -294,15 +294,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, work, and turn refusals into one sentence and exit code 1."""
     options = nodeoptions.parse(arguments)
     limit_threads(options.threads)
-    log = logfile.start(options.run / "logs" / f"{options.name}.log", options.name)
+    log: logging.Logger | None = None
     daemon: Daemon | None = None
     try:
-        daemon = Daemon(options, log)
+        lock = nodeoptions.read_lock(options.run)
+        log = logfile.start(options.run / "logs" / f"{options.name}.log", options.name)
+        daemon = Daemon(options, lock, log)
         _on_signals(daemon)
         code = daemon.run()
     except UserError as error:
-        print(f"esnode: {error}", file=sys.stderr)  # noqa: T201 - the one line a user reads
+        logfile.last_words(log, str(error))
         code = error.exit_code
+    except OSError as error:
+        traceback.print_exc()  # also a fault of ours may look like this
+        where = f" ({error.filename})" if error.filename else ""
+        logfile.last_words(log, f"{error.strerror}{where}; mend the disk or the folder and start again")
+        code = 1
     except Exception:
         traceback.print_exc()
         code = EXIT_BUG

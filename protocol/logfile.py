@@ -23,6 +23,9 @@ def start(path: Path, name: str) -> logging.Logger:
     logger = logging.getLogger(name)
     logger.setLevel(logging.DEBUG if os.environ.get("ESNODE_DEBUG") else logging.INFO)
     logger.propagate = False
+    logging.raiseExceptions = (
+        False  # a log line lost to a full disk is no news: what matters stops the process
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     to_file = logging.FileHandler(path, encoding="utf-8")
     to_file.setFormatter(_Printable("%(asctime)s %(levelname)-7s %(message)s"))
@@ -32,6 +35,14 @@ def start(path: Path, name: str) -> logging.Logger:
         to_terminal.setFormatter(_Printable(f"{name}: %(message)s"))
         logger.addHandler(to_terminal)
     return logger
+
+
+def last_words(log: logging.Logger | None, sentence: str) -> None:
+    """The one line a user reads when a process refuses to go on; the log file keeps it too."""
+    print(f"esnode: {sentence}", file=sys.stderr, flush=True)  # noqa: T201
+    for handler in log.handlers if log else ():
+        if isinstance(handler, logging.FileHandler) and not _same_file(Path(handler.baseFilename)):
+            handler.handle(logging.LogRecord("", logging.ERROR, "", 0, sentence, None, None))
 
 
 def _same_file(path: Path) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import re
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -118,7 +120,7 @@ def test_amended_rounds_are_taken_from_the_plan_file(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- kills
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(k, marks=pytest.mark.slow) for k in range(1, 10))])
 def test_kill_9_anybody_any_time(tmp_path: Path, unbroken: int, seed: int) -> None:
     chance = random.Random(seed)
     make_folder(tmp_path, rounds=ROUNDS, **SLOW)
@@ -227,6 +229,24 @@ def test_sigterm_coordinator_then_resume(tmp_path: Path, unbroken: int) -> None:
         processes.node("n1")
         processes.wait_end()
         assert processes.final_digest() == unbroken
+
+
+@pytest.mark.parametrize(("signals", "code", "within"), [(1, 0, 8.0), (2, 130, 2.0)])
+def test_an_engine_that_does_not_come_back(tmp_path: Path, signals: int, code: int, within: float) -> None:
+    """A unit that cannot be cancelled does not hold up the exit; a second Ctrl-C does not wait at all."""
+    make_folder(tmp_path, task_options={"seconds": 60.0, "deaf": True})
+    with Processes(tmp_path) as processes:
+        processes.coordinator()
+        node = processes.node("n1")
+        wait_for(lambda: any(n["state"] == "ready" for n in processes.status().get("nodes", [])))
+        time.sleep(0.2)
+        began = time.monotonic()
+        node.send_signal(signal.SIGINT)
+        if signals == 2:
+            time.sleep(0.3)
+            node.send_signal(signal.SIGINT)
+        assert node.wait(10) == code, processes.words("n1")
+        assert time.monotonic() - began < within
 
 
 def test_sigterm_before_there_is_a_coordinator(tmp_path: Path) -> None:
@@ -368,3 +388,47 @@ def test_the_commands_wrap_the_processes(tmp_path: Path, unbroken: int) -> None:
         processes.wait_end()
         assert processes.running["n1"].wait(5) == 0
         assert processes.final_digest() == unbroken
+
+
+# ---------------------------------------------------------------- full disks
+
+
+@pytest.mark.skipif(shutil.which("prlimit") is None, reason="no prlimit to limit file sizes with")
+@pytest.mark.parametrize(
+    "limit", [300, 15_000, *(pytest.param(k, marks=pytest.mark.slow) for k in (5_000, 60_000))]
+)
+def test_coordinator_with_a_full_disk(tmp_path: Path, unbroken: int, limit: int) -> None:
+    """Whichever file hits the wall first: one sentence, code 1; a later start goes on as if nothing was."""
+    make_folder(tmp_path, rounds=ROUNDS, **SLOW)
+    arguments = ("--data", str(tmp_path), "--bind", "tcp://127.0.0.1:0")
+    with Processes(tmp_path) as processes:
+        processes.node("n1")
+        processes.start("coordinator", "coordinator.server", *arguments, FILE_LIMIT=str(limit))
+        assert processes.running["coordinator"].wait(15) == 1, processes.words("coordinator")
+        line = processes.words("coordinator").splitlines()[-1]
+        assert re.search("^esnode: .*(write|full|journal)", line), line
+        processes.coordinator()
+        processes.wait_end()
+        assert processes.final_digest() == unbroken
+
+
+@pytest.mark.skipif(shutil.which("prlimit") is None, reason="no prlimit to limit file sizes with")
+def test_node_with_a_full_disk(tmp_path: Path) -> None:
+    make_folder(tmp_path, rounds=500, **SLOW)
+    arguments = ("--run", str(tmp_path), "--name", "n1", "--loader", "tests.toy_engine:load")
+    with Processes(tmp_path) as processes:
+        processes.coordinator()
+        processes.start("n1", "esnode.daemon", *arguments, FILE_LIMIT="4000")
+        assert "cannot write" in last_words(processes)
+        reached = round_of(processes)
+        processes.node("n1")
+        wait_for(lambda: round_of(processes) > reached + 1)
+
+
+def test_a_mistyped_folder_is_not_made(tmp_path: Path) -> None:
+    with Processes(tmp_path) as processes:
+        processes.start("n1", "esnode.daemon", "--run", str(tmp_path / "typo"), "--name", "n1")
+        assert "lock.json" in last_words(processes)
+        processes.start("n1", "coordinator.server", "--data", str(tmp_path / "typo"))
+        assert "lock.json" in last_words(processes)
+    assert not (tmp_path / "typo").exists()

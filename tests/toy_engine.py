@@ -2,8 +2,8 @@
 
 The reward of a prompt is minus the mean squared distance of the live weights to a target that the prompt's
 index defines, so training moves somewhere and the same member gives the same reward on every machine. Task
-options of the lock: `seconds` per unit (taken in small steps, so that it can be cancelled), `fail` (members
-that never work).
+options of the lock: `seconds` per unit (in small steps, so that it can be cancelled unless `deaf`), `fail`
+(members that never work).
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ class ToyWorkshop:
         self._key = seeds.tensor_key(TENSOR)
         self._master = base_weights()
         self._seconds = float(lock.task_options.get("seconds", 0.0))
+        self._deaf = bool(lock.task_options.get("deaf", False))
         self._fail = set(lock.task_options.get("fail", ()))
         print_ = hashlib.blake2b(b"toy", digest_size=8).digest()
         self.about = About(name, "toy", "cpu", b"selftest", print_)
@@ -98,7 +99,7 @@ class ToyWorkshop:
     def _take_time(self, stop: Callable[[], bool], progress: Callable[[int], None]) -> None:
         began = time.monotonic()
         while (spent := time.monotonic() - began) < self._seconds:
-            if stop():
+            if stop() and not self._deaf:
                 raise Cancelled
             progress(int(1000 * spent / self._seconds))
             time.sleep(STEP_SECONDS)

@@ -1,0 +1,84 @@
+"""Real nodes on a tiny language model: the default loader, two kernels, one ledger with their bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from esnode import begin, rebuild
+from esnode.folder import RunFolder
+from protocol import ledger
+from tests import tiny
+from tests.runs import Processes, wait_for
+
+PLAN = """
+[run]
+model = "{model}"
+task = "short-answers"
+[run.es]
+members = 4
+mirrored = true
+sigma = 0.0078125
+alpha = 0.0078125
+[run.prompts]
+per_round = 8
+[ops]
+rounds = 2
+eval_every = 2
+"""
+
+
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    """A run folder with lock and task data for a tiny model, two nodes admitted."""
+    monkeypatch.setenv("ESNODE_CONFIG", str(tmp_path / "config"))
+    model = tiny.write(tmp_path / "model")
+    plan = tmp_path / "plan.toml"
+    plan.write_text(PLAN.format(model=model))
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    begin.settle(folder, begin.Request(out=folder.path, plan=plan), rebuild.silent)
+    begin.admit(folder, ("cpu", "reference"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        return made(tmp_path_factory.mktemp("real"), monkeypatch)
+
+
+def node(processes: Processes, name: str, *extra: str) -> None:
+    arguments = ("--run", str(processes.folder), "--name", name, "--threads", "1", *extra)
+    processes.start(name, "esnode.daemon", *arguments)
+
+
+def test_two_kernels_one_ledger(folder: RunFolder) -> None:
+    with Processes(folder.path) as processes:
+        for name in ("cpu", "reference"):
+            node(processes, name, "--backend", name)
+        wait_for(lambda: all("ready" in processes.words(n) for n in ("cpu", "reference")), 60)
+        processes.coordinator()
+        processes.wait_end(60)
+        for name in ("cpu", "reference"):
+            assert processes.running[name].wait(10) == 0, processes.words(name)
+            assert f"{name} on cpu" in processes.words(name)
+    reading = ledger.read(folder.ledger)
+    assert reading.ended
+    assert {name for _, name in reading.chain.roster.values()} == {"cpu", "reference"}
+    rebuilt = rebuild.at(folder.ledger, runnable=False)
+    assert rebuilt.digest == reading.chain.entries[-1].digest
+
+
+def test_a_node_with_other_task_data_never_joins(folder: RunFolder) -> None:
+    text = folder.task.read_bytes()
+    folder.task.write_bytes(text.replace(b"Paris", b"Lyons"))
+    assert folder.task.read_bytes() != text
+    try:
+        with Processes(folder.path) as processes:
+            node(processes, "cpu")
+            assert processes.running["cpu"].wait(60) == 1
+            line = processes.words("cpu").splitlines()[-1]
+            assert line.startswith("esnode: ") and "is not the run's" in line
+    finally:
+        folder.task.write_bytes(text)
