@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -143,7 +144,12 @@ class Gate:
         return zmtp.wire_size(len(self._encode(message)), self._encrypted)
 
     def close(self, farewell: bool) -> None:
-        """Close; with `farewell`, give queued messages a moment to leave."""
+        """Close; with `farewell`, give what was sent last a moment to be read.
+
+        Leaving the queue is not enough: a node's libzmq throws unread messages away when the connection ends.
+        """
+        if farewell and self._address:
+            time.sleep(zmtp.FAREWELL_MS / 1000)
         self._router.disable_monitor()
         self._monitor.close(0)
         self._zap.close(0)

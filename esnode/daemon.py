@@ -223,12 +223,10 @@ class Daemon:
 
     def _reconnected(self, now: float) -> None:
         """A new connection is unknown over there until Hello: tell the core so without a round trip."""
-
         self._step(events.Received(now, Rehello()))
 
     def _mind_link(self, now: float) -> None:
         """Log changes of the connection; follow a coordinator of this folder that listens elsewhere now."""
-
         health = self._link.health(now)
         if health.sentence != self._told:
             self._told = health.sentence

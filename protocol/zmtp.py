@@ -8,7 +8,7 @@ from __future__ import annotations
 
 HIGH_WATER = 64  # messages queued per peer and direction before sends are dropped
 LINGER_MS = 0  # nothing relies on delivery, so closing never waits
-FAREWELL_MS = 500  # except at a clean stop, where Bye and Release may leave first
+FAREWELL_MS = 500  # except at a clean stop, where Bye and Release may arrive first
 HANDSHAKE_MS = 10_000  # a connection that has not proved its key by then is closed
 CONNECT_TIMEOUT_MS = 3_000
 RECONNECT_MS = 100  # first retry; doubles up to
