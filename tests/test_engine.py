@@ -110,7 +110,7 @@ def test_all_rows_ended_ends_the_batch(engines: dict[str, TransformersEngine]) -
 
 
 def count_passes(engine: TransformersEngine, work: Callable[[], Any]) -> int:
-    model = engine._decoder._model
+    model = engine.model
     passes = []
     hook = model.register_forward_hook(lambda *arguments: passes.append(1))
     try:
@@ -146,11 +146,50 @@ def test_batches_are_cut_by_size_and_keep_their_order(engines: dict[str, Transfo
     assert list(bound.batches([], [])) == []
     engine = engines["llama"]
     rows, sampling = prompts(9, True), Sampling(6, (tiny.END,))
-    model = engine._decoder._model
+    model = engine.model
     small = Decoder(model, limits(model, 60_000))
     assert small.generate(rows, sampling, []) == engine.generate(rows, sampling, [])
     targets = prompts(9, False, seed=4)
     assert small.loglik(rows, targets) == pytest.approx(engine.loglik(rows, targets), abs=1e-4)
+
+
+def test_packed_weights_give_the_same_answers(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tiny.lock(folders["qwen2"])
+    engine = transformers_engine.load(run, folders["qwen2"], compute="bfloat16")
+    packing = engine._decoder.packing
+    if not packing._linears:
+        pytest.skip("this torch has no oneDNN")
+    rows = prompts(9, True)
+    monkeypatch.setattr(packing, "_linears", [])
+    free = engine.generate(rows, Sampling(20, ()), [])
+    sampling = Sampling(20, tuple(answer[2 * k] for k, answer in enumerate(free)))
+    plain = {}
+    for sign in (1, -1):
+        engine.perturb(3, 0.0625, sign)
+        plain[sign] = engine.generate(rows, sampling, [])
+    monkeypatch.undo()
+    for sign in (1, -1):
+        engine.perturb(3, 0.0625, sign)
+        assert engine.generate(rows, sampling, []) == plain[sign] and packing._packed
+        assert engine.generate(rows, sampling, []) == plain[sign]
+    engine.restore()
+    assert not packing._packed and engine.generate(rows, Sampling(20, ()), []) == free
+    assert packing.size > 0
+
+
+def test_packing_that_changes_bits_is_not_used(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from esnode.engines import packing
+
+    engine = transformers_engine.load(tiny.lock(folders["qwen2"]), folders["qwen2"], compute="bfloat16")
+    plain = packing.functional.linear
+    monkeypatch.setattr(packing.functional, "linear", lambda *arguments: plain(*arguments) + 1)
+    found = packing.Packing(engine.model)
+    found.use(4)
+    assert not found._packed
 
 
 def test_an_empty_prompt_is_an_error(engines: dict[str, TransformersEngine]) -> None:
@@ -256,7 +295,7 @@ def test_loglik_of_odd_targets(engines: dict[str, TransformersEngine], folders: 
 def test_logits_are_made_at_target_positions_only(engines: dict[str, TransformersEngine]) -> None:
     engine = engines["llama"]
     shapes: list[torch.Size] = []
-    head = engine._decoder._model.get_output_embeddings()
+    head = engine.model.get_output_embeddings()
     hook = head.register_forward_hook(lambda module, inputs, output: shapes.append(output.shape))
     engine.loglik(prompts(4, True), [[1], [2, 3], [4], [5]])
     hook.remove()

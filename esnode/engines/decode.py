@@ -24,6 +24,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from esnode.engines.interface import Cancelled, Sampling, StopCheck, never
+from esnode.engines.packing import WORTH, Packing
 from esnode.engines.sampling import Picker
 
 SHARED = 8  # a common beginning shorter than this is not worth a pass of its own
@@ -83,8 +84,9 @@ class _Rows:
 class Decoder:
     """Runs one model. `broken` holds the rows of the last call whose logits were NaN or infinite."""
 
-    def __init__(self, model: nn.Module, limits: Limits, device: str = "cpu") -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, limits: Limits, device: str = "cpu", pack: bool = False) -> None:
+        self.model = model
+        self.packing = Packing(model, pack)
         self._limits = limits
         self._device = device
         known = inspect.signature(model.forward).parameters
@@ -127,6 +129,8 @@ class Decoder:
         broken: list[int] = []
         if sampling.max_new_tokens < 1:
             return answers, broken
+        if sampling.max_new_tokens >= WORTH:
+            self.packing.use(len(prompts))
         ends = frozenset(sampling.stop_ids)
         batch = self._prefill(prompts, 1, sampling.max_new_tokens, stop)
         rows = list(range(len(prompts)))  # which prompt each row of the batch is
@@ -228,7 +232,7 @@ class Decoder:
 
     def _shared(self, rows: Sequence[Sequence[int]], total: int, most: int | None) -> int:
         """How many first tokens are run once for all rows; 0 where padding in the middle would be misread."""
-        config: Any = self._model.config.get_text_config()  # type: ignore[operator, union-attr]
+        config: Any = self.model.config.get_text_config()  # type: ignore[operator, union-attr]
         window = getattr(config, "sliding_window", None)
         if len(rows) < 2 or not self._positions or (window and total > window):
             return 0
@@ -243,7 +247,7 @@ class Decoder:
         return count if count >= SHARED else 0
 
     def _new_cache(self) -> Any:
-        return DynamicCache(config=self._model.config)
+        return DynamicCache(config=self.model.config)
 
     def _run(
         self,
@@ -264,7 +268,7 @@ class Decoder:
             arguments["position_ids"] = positions.to(self._device)
         if self._keeps:
             arguments["logits_to_keep"] = keep
-        logits: torch.Tensor = self._model(input_ids=ids.to(self._device), **arguments).logits
+        logits: torch.Tensor = self.model(input_ids=ids.to(self._device), **arguments).logits
         return logits[:, -keep:]
 
     def _step(self, batch: _Rows, tokens: torch.Tensor, stop: StopCheck) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 import transformers
+from torch import nn
 
 from esnode import kernels as kernel_registry
 from esnode import memory, slicemap
@@ -74,6 +75,11 @@ class TransformersEngine:
         return self._kernels.name
 
     @property
+    def model(self) -> nn.Module:
+        """The model whose parameters are the live weights; its output is transformers' own."""
+        return self._decoder.model
+
+    @property
     def broken(self) -> tuple[int, ...]:
         """Rows of the last `generate` or `loglik` whose logits were NaN or infinite: their answers are worth
         the task's floor. `generate` gave them [], `loglik` -inf."""
@@ -81,20 +87,24 @@ class TransformersEngine:
 
     def perturb(self, seed: int, sigma: float, sign: int) -> None:
         """Live weights become master + sign * sigma * eps(seed)."""
+        self._decoder.packing.drop()
         self._replica.perturb(seed, sigma, sign)
 
     def restore(self) -> None:
         """Live weights become the rounded master."""
+        self._decoder.packing.drop()
         self._replica.restore()
 
     def apply(self, entries: Sequence[Entry]) -> list[int]:
         """Fold ledger entries into the master in one pass; D after each. Live weights become the rounded
         master.
         """
+        self._decoder.packing.drop()
         return self._replica.apply(entries)
 
     def replay(self, chain: Chain, upto: int) -> int:
         """Fold the first `upto` rounds of an ancestor's chain (a fork's parent); D after them."""
+        self._decoder.packing.drop()
         return self._replica.replay(chain, upto)
 
     def digest(self) -> int:
@@ -164,7 +174,8 @@ def load(
             f"started from."
         )
     bound = BATCH_BYTES[_kind(device)]
-    decoder = Decoder(model, limits(model, bound), device)
+    pack = plan.total + plan.live <= plan.available  # faster, with the same bits, where there is room
+    decoder = Decoder(model, limits(model, bound), device, pack)
     return TransformersEngine(lock, replica, decoder, kernels, _fingerprint(lock, device, arithmetic), plan)
 
 
