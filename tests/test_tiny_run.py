@@ -191,3 +191,25 @@ def test_show_and_status_of_the_finished_run(place: Place, printed: str) -> None
     assert [score["round"] for score in data["heldout"]] == [0, 2, 3]
     status = json.loads(place.esnode("status", "out", "--json")[0])
     assert (status["state"], status["round"], status["rounds"]) == ("ended", 3, 3)
+
+
+def test_the_library_example_of_the_readme_runs(place: Place, printed: str) -> None:
+    example = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert example is not None
+    script = example[1].replace("runs/mine", "out")
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=place.path,
+        env=place.environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    first, shape, estimate = done.stdout.splitlines()
+    chain = ledger.read(place.path / "out" / "run.ledger").chain
+    assert first == f"whole, ended after 3 rounds {chain.digest_at(2):016x}"
+    assert shape.endswith("float32")
+    held = [entry.body.mean for entry in chain.entries if isinstance(entry.body, ledger.ScoreBody)]
+    assert f"value={held[1]}" in estimate, "the library measures what the run measured after 2 rounds"
