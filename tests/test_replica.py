@@ -117,6 +117,7 @@ def test_many_cycles_change_nothing(folders: dict[str, Path]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.model
+@pytest.mark.timeout(900)
 def test_a_thousand_cycles_on_the_demo_model() -> None:
     from esnode import models
 

@@ -74,11 +74,14 @@ def config(kind: str = "llama", **changes: Any) -> Any:
 def write(
     folder: Path, kind: str = "llama", dtype: torch.dtype = torch.bfloat16, seed: int = 0, **changes: Any
 ) -> Path:
-    """A whole model folder: random weights (norms and biases too, so that none are alike), tokenizer,
-    template.
-    """
+    """A whole model folder of one of the kinds of `config`."""
+    return write_model(folder, config(kind, **changes), dtype, seed)
+
+
+def write_model(folder: Path, settings: Any, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Path:
+    """Random weights (norms and biases too, so that none are alike), tokenizer, template."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config(kind, **changes))
+    model = AutoModelForCausalLM.from_config(settings)
     for name, parameter in model.named_parameters():
         scale = (
             0.1 if parameter.dim() == 1 or "embed" in name else 0.3

@@ -59,7 +59,7 @@ def limits(model: nn.Module, total: int) -> Limits:
     """Bytes per token: keys and values of all layers, and the widest activations of one."""
     config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
     hidden, layers = int(config.hidden_size), int(config.num_hidden_layers)
-    heads = int(config.num_attention_heads)
+    heads = int(getattr(config, "num_attention_heads", None) or 1)  # a model without attention keeps less
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
     head = int(getattr(config, "head_dim", None) or hidden // heads)
     wide = int(getattr(config, "intermediate_size", None) or 4 * hidden)
