@@ -52,7 +52,7 @@ class Outcome(Protocol):
 
     @property
     def times(self) -> tuple[int, int, int]:
-        """Milliseconds: perturb and restore, generate, score."""
+        """Milliseconds: perturb or restore, generate, score."""
 
     @property
     def evidence(self) -> bytes:

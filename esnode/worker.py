@@ -1,8 +1,9 @@
 """Measuring one unit of work. Lives here: `Worker`, between the node's shell and an engine.
 
-A member's unit: perturb, let the model answer the round's prompts, score, restore. A probe's unit: the same
-on the unperturbed master and the held-out prompts, greedily. Whatever happens in between, the live weights
-are the master's again afterwards. Called on the engine's thread; not thread-safe.
+A member's unit: perturb, let the model answer the round's prompts, score. A probe's unit: the same on the
+restored master and the held-out prompts, greedily. Every unit writes its weights from the master before it
+starts and none cleans up after itself: one pass over the weights a unit. Called on the engine's thread; not
+thread-safe.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Outcome:
     correct: int
     floored: int  # answers given the task's floor because their scoring failed
     tokens: int  # generated, or scored for likelihood tasks
-    times: tuple[int, int, int]  # milliseconds: perturb and restore, generate, score
+    times: tuple[int, int, int]  # milliseconds: perturb or restore, generate, score
     evidence: bytes  # first 8 bytes of BLAKE2b over the per-prompt rewards, float64 little-endian, in order
 
 
@@ -71,7 +72,7 @@ class Worker:
             raise ValueError(f"task {prepared.task.name!r} generates answers: it needs a scorer")
 
     def evaluate(self, unit: Unit, stop: StopCheck = never, progress: Progress | None = None) -> Outcome:
-        """Measure a unit. Raises Cancelled once `stop()` is true; the weights are restored in any case."""
+        """Measure a unit. Raises Cancelled once `stop()` is true. Live weights stay as written."""
         began = time.perf_counter()
         if unit.kind == Kind.MEMBER:
             run, member, mirrored = self._lock.run_id, unit.member, self._lock.mirrored
@@ -81,12 +82,7 @@ class Worker:
             self._engine.restore()
         weights = time.perf_counter() - began
         spent = Spent()
-        try:
-            measured = self._measure(unit, spent, stop, progress or _unheard)
-        finally:
-            began = time.perf_counter()
-            self._engine.restore()
-            weights += time.perf_counter() - began
+        measured = self._measure(unit, spent, stop, progress or _unheard)
         return self._outcome(unit, measured, weights, spent)
 
     def prompts_of(self, unit: Unit) -> list[tuple[int, ...]]:

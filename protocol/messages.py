@@ -117,7 +117,7 @@ class Result(Message, frozen=True):
     correct: int  # answers counted correct by the task
     floored: int  # answers given the task's floor because their scorer failed
     tokens: int  # generated, or scored for likelihood tasks
-    times: tuple[int, int, int]  # milliseconds: perturb and restore, generate, score
+    times: tuple[int, int, int]  # milliseconds: perturb or restore, generate, score
     evidence: bytes  # first 8 bytes of the hash over the per-prompt scores
 
 

@@ -65,7 +65,7 @@ def test_a_member_sees_the_rounds_prompts_on_perturbed_weights(short: Prepared) 
     order = seeds.prompts_of_round(lock.run_id, 1, 6, lock.train_prompts)
     assert engine.batches == [[short.ids_of("train", index) for index in order]]
     assert seen == [(seeds.member_seed(lock.run_id, 1, 3, True), 0.25, -1)]
-    assert engine.calls == ["perturb", "loglik", "restore"]
+    assert engine.calls == ["perturb", "loglik"]
     rewards = [
         -(len(short.target_ids("train", k)) * 0.75 + sum(short.ids_of("train", k)) % 7)
         / len(short.target_ids("train", k))
@@ -92,7 +92,7 @@ def replace_unit(unit: Unit, **changes: int) -> Unit:
 def test_a_probe_runs_on_the_master_and_the_heldout_prompts(short: Prepared) -> None:
     engine = FakeEngine()
     outcome = Worker(lock_for(short, "short-answers"), engine, short).evaluate(PROBE)
-    assert engine.calls == ["restore", "loglik", "restore"] and len(outcome.sums) == 8
+    assert engine.calls == ["restore", "loglik"] and len(outcome.sums) == 8
     assert engine.batches == [[short.ids_of("heldout", index) for index in range(32)]]
 
 
@@ -117,16 +117,22 @@ def test_unusable_logits_get_the_floor(short: Prepared) -> None:
     assert outcome.floored == 2 and outcome.sums[0] < -30 and outcome.sums[1] < -30
 
 
-def test_weights_are_restored_whatever_happens(short: Prepared) -> None:
+def test_no_unit_sees_what_another_left_behind(short: Prepared) -> None:
+    """A cancelled or failed member leaves its weights; the next unit writes its own before it measures."""
     engine = FakeEngine()
     worker = Worker(lock_for(short, "short-answers"), engine, short)
+    clean, probe = worker.evaluate(MEMBER), worker.evaluate(PROBE)
+    other = replace_unit(MEMBER, member=MEMBER.member + 2)
     with pytest.raises(Cancelled):
-        worker.evaluate(MEMBER, stop=lambda: True)
-    assert engine.perturbed is None and engine.calls[-1] == "restore"
-    engine.loglik = lambda *a: 1 / 0  # type: ignore
+        worker.evaluate(other, stop=lambda: True)
+    assert engine.perturbed is not None
+    assert worker.evaluate(PROBE).sums == probe.sums and engine.perturbed is None
+    engine.loglik, usual = lambda *a: 1 / 0, engine.loglik  # type: ignore
     with pytest.raises(ZeroDivisionError):
-        worker.evaluate(MEMBER)
-    assert engine.perturbed is None and engine.calls[-1] == "restore"
+        worker.evaluate(other)
+    engine.loglik = usual  # type: ignore
+    assert worker.evaluate(MEMBER).sums == clean.sums
+    assert engine.perturbed == (seeds.member_seed(worker._lock.run_id, 1, 3, True), 0.25, -1)
 
 
 def test_progress_moves_with_every_decode_step(short: Prepared) -> None:
