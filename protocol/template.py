@@ -15,11 +15,29 @@ from protocol.plan_fields import FIELDS, OPTIONS
 _PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     "short-answers": (
         "Likelihood of a short right answer: forward passes only, so a CPU is enough.",
-        {"members": 32, "mirrored": True, "sigma": 0.002, "alpha": 0.006, "rounds": 15},
+        {
+            "members": 32,
+            "mirrored": True,
+            "sigma": 0.002,
+            "alpha": 0.006,
+            "per_round": 32,
+            "chunk": 16,
+            "rounds": 15,
+            "eval_every": 2,
+        },
     ),
     "conciseness": (
         "Reward for answers as short as the target; generates 24 tokens per prompt.",
-        {"members": 16, "sigma": 0.002, "alpha": 0.002, "per_round": 16, "max_new_tokens": 24, "rounds": 8},
+        {
+            "members": 16,
+            "sigma": 0.002,
+            "alpha": 0.002,
+            "per_round": 16,
+            "chunk": 16,
+            "max_new_tokens": 24,
+            "rounds": 8,
+            "eval_every": 2,
+        },
     ),
     "countdown": (
         "Reach a number with the given ones; the settings of Qiu et al. (2025).",
@@ -70,7 +88,8 @@ def template(task: str = DEFAULT_TASK, model: str = "demo") -> str:
     What the task does not set stands as a comment with its default. PlanError for an unknown task.
     """
     intro, preset = _preset(task)
-    stated = {"model": model, "task": task, **preset}
+    # Equal batches give equal answers, so that a run that was killed and resumed ends in the same bits.
+    stated = {"model": model, "task": task, "repeatable": True, **preset}
     lines = [
         f"# {intro}",
         "# Every field: docs/plan.md. [run] is the run's identity, [ops] may change any time.",
