@@ -217,7 +217,11 @@ def test_digests_of_slices_add_up(kernels):
     ],
     ids=lambda r: f"{r.start}-{r.rows}x{r.width}",
 )
-def test_threads_change_nothing(region):
+def test_threads_change_nothing(region, monkeypatch):
+    from esnode.kernels import cpu
+
+    monkeypatch.setattr(cpu, "_SMALL", 500)  # many small pieces, of which every thread gets some
+    monkeypatch.setattr(cpu, "_LARGE", 5000)
     values = torch.from_numpy(weights(region.count))
     steps = steps_for(2)
     seen = []

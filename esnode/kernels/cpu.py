@@ -8,6 +8,7 @@ change nothing.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, pairwise
@@ -29,7 +30,9 @@ from protocol.shaping import Step
 
 _KINDS = {torch.bfloat16: loops.BF16, torch.float16: loops.FP16, torch.float32: loops.FP32}
 _NO_U32, _NO_U16 = np.empty(0, np.uint32), np.empty(0, np.uint16)
-_SMALL = 1 << 15  # elements below which a second thread costs more than it saves
+_SMALL = 1 << 16  # noise values that take as long as waking another thread
+_LARGE = 1 << 18  # noise values per thread from which they come in several pieces
+_COPY = 0.25  # an element read and written, in noise values
 _MOST_THREADS = 256
 _MOST_NOISES = 2048  # fused in one pass: their constants (128 bytes each) stay in the second-level cache
 _U64 = 1 << 64
@@ -45,18 +48,25 @@ def _bits(tensor: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     return _NO_U32, flat.view(torch.int16).numpy().view(np.uint16)
 
 
-def _cut(region: Region, parts: int) -> list[tuple[int, Region]]:
-    """Split a region for `parts` threads into (position of its first element, piece)."""
+def _cut(region: Region, threads: int, cost: float) -> list[tuple[int, Region]]:
+    """Split a region for `threads` threads into (position of its first element, piece).
+
+    `cost` is an element's work in noise values. Large regions make several pieces per thread: one that comes
+    late or shares its core then does less.
+    """
     region = region.flat()
-    parts = max(1, min(parts, region.count // _SMALL))
-    if region.rows >= parts > 1:
+    work = int(region.count * cost)
+    each = min(max(work // (threads * _LARGE), 1), 8)
+    parts = max(min(threads * each, work // _SMALL, region.count // loops.BLOCK), 1)
+    if threads == 1 or parts == 1:
+        return [(0, region)]
+    if region.rows > 1:
+        parts = min(parts, region.rows)
         edges = [region.rows * k // parts for k in range(parts + 1)]
         return [
             (a * region.width, Region(region.start + a * region.stride, b - a, region.width, region.stride))
             for a, b in pairwise(edges)
         ]
-    if region.rows > 1 or parts == 1:
-        return [(0, region)]
     # Cut between blocks of noise, so that no block is made twice.
     inner = [(region.start + region.count * k // parts) // loops.BLOCK * loops.BLOCK for k in range(1, parts)]
     edges = [region.start, *inner, region.start + region.count]
@@ -86,11 +96,29 @@ class CpuKernels:
         self.threads = threads
         self._pool = ThreadPoolExecutor(_MOST_THREADS, thread_name_prefix="kernels")  # starts none until used
 
-    def _spread(self, region: Region, work: Callable[[int, Region], Any]) -> list[Any]:
-        """Call work(position, piece) for all pieces at once, the first on this thread; their results."""
-        first, *rest = _cut(region, self.threads or torch.get_num_threads())
-        others = [self._pool.submit(work, *piece) for piece in rest]
-        return [work(*first), *(other.result() for other in others)]
+    def _spread(self, region: Region, cost: float, work: Callable[[int, Region], Any]) -> list[Any]:
+        """Call work(position, piece) for all pieces, on this thread and on helpers; results in any order."""
+        threads = self.threads or torch.get_num_threads()
+        todo = deque(_cut(region, threads, cost))
+        results: list[Any] = []
+
+        def drain() -> None:
+            while todo:
+                try:
+                    piece = todo.popleft()
+                except IndexError:  # another thread took the last one
+                    return
+                results.append(work(*piece))
+
+        helpers = [self._pool.submit(drain) for _ in range(min(threads, len(todo)) - 1)]
+        try:
+            drain()
+        finally:
+            todo.clear()
+            started = [helper for helper in helpers if not helper.cancel()]
+            for helper in started:
+                helper.result()
+        return results
 
     def fill(self, seed: int, tid: int, region: Region, out: torch.Tensor) -> None:
         check_address(seed, tid)
@@ -101,7 +129,7 @@ class CpuKernels:
         def work(at: int, piece: Region) -> None:
             loops.fill(*address, piece.start, piece.rows, piece.width, piece.stride, array[at:])
 
-        self._spread(region, work)
+        self._spread(region, 1 + _COPY, work)
 
     def perturb(
         self,
@@ -125,7 +153,7 @@ class CpuKernels:
             place = piece.start, piece.rows, piece.width, piece.stride
             loops.perturb(*address, *place, scale, m32[at:], m16[at:], wide, kind, l32[at:], l16[at:])
 
-        self._spread(region, work)
+        self._spread(region, 1 + _COPY, work)
 
     def restore(self, master: torch.Tensor, live: torch.Tensor) -> None:
         check_master(master)
@@ -136,7 +164,7 @@ class CpuKernels:
         def work(at: int, piece: Region) -> None:
             loops.restore(at, at + piece.count, m32, m16, wide, kind, l32, l16)
 
-        self._spread(Region.whole(master.numel()), work)
+        self._spread(Region.whole(master.numel()), _COPY, work)
 
     def update(self, master: torch.Tensor, steps: Sequence[Step], tid: int, region: Region) -> list[int]:
         check_address(0, tid)
@@ -162,7 +190,7 @@ class CpuKernels:
             loops.update(np.uint64(tid), *place, *table, m32[at:], m16[at:], wide, sums)
             return [int(share) for share in sums]
 
-        shares = self._spread(region, work)
+        shares = self._spread(region, len(seeds) + _COPY, work)
         return [sum(column) % _U64 for column in zip(*shares, strict=True)]
 
     def digest(self, master: torch.Tensor, tid: int, region: Region) -> int:
@@ -174,4 +202,4 @@ class CpuKernels:
             place = piece.start, piece.rows, piece.width, piece.stride
             return int(loops.digest(np.uint64(tid), *place, m32[at:], m16[at:], bool(len(m32))))
 
-        return int(sum(self._spread(region, work))) % _U64
+        return int(sum(self._spread(region, _COPY, work))) % _U64
