@@ -95,8 +95,8 @@ def _on_started(turn: Turn, event: Started) -> None:
         return turn.stop("the run does not trust this coordinator's signing key, nobody would follow it", 1)
     if not state.chain.height:
         turn.append(LockBody(state.lock.to_bytes()))
-    turn.set(round=replace(turn.round, opened=event.now))
-    if turn.state.chain.ended:
+    turn.round = replace(turn.round, opened=event.now)
+    if turn.chain.ended:
         turn.set(ending=event.now)
     work.close(turn)
 
@@ -106,9 +106,9 @@ def _on_ops(turn: Turn, event: OpsChanged) -> None:
     if turn.over:
         return
     if turn.round.final and turn.round.number < event.ops.rounds:
-        for key in turn.state.nodes:
+        for key in turn.nodes:
             turn.take_all(key)
-        turn.set(round=rounds.open_round(turn.state.chain, event.ops, turn.state.now))
+        turn.round = rounds.open_round(turn.chain, event.ops, turn.now)
     work.close(turn)
     work.assign(turn)
 
@@ -147,7 +147,7 @@ def _expire(turn: Turn) -> None:
         verdict = membership.expiry(node, running, state.ops.stall_seconds, pool, state.now)
         if verdict.ok:
             turn.take_all(key)
-            turn.set_node(replace(turn.state.nodes[key], stalled=(running.unit, running.progress)))
+            turn.set_node(replace(turn.nodes[key], stalled=(running.unit, running.progress)))
             turn.note("membership", node=node.name, what="leases ended", reason=verdict.reason)
 
 
@@ -190,7 +190,7 @@ def _refuse(turn: Turn, peer: bytes, name: str, reason: str) -> None:
 
 def _on_hello(turn: Turn, peer: bytes, hello: Hello) -> None:
     """Admit or refuse. A newer Hello of a key supersedes what was known of it; its units stay its own."""
-    state, chain = turn.state, turn.state.chain
+    state, chain = turn.state, turn.chain
     name = state.allowed.get(peer) or hello.name
     name = "".join(letter for letter in name if letter.isprintable())[:MAX_NAME]
     verdict = membership.admit(hello, chain, state.term, peer in state.allowed, state.selftest)
@@ -221,7 +221,7 @@ def _on_hello(turn: Turn, peer: bytes, hello: Hello) -> None:
 def _on_fetch(turn: Turn, peer: bytes, message: Fetch) -> None:
     raws: list[bytes] = []
     size = 0
-    for entry in turn.state.chain.entries[message.first : message.first + message.count]:
+    for entry in turn.chain.entries[message.first : message.first + message.count]:
         size += len(entry.raw)
         if raws and size > ENTRIES_BYTES:
             break
@@ -231,26 +231,26 @@ def _on_fetch(turn: Turn, peer: bytes, message: Fetch) -> None:
 
 
 def _on_applied(turn: Turn, peer: bytes, message: Applied) -> None:
-    node, chain = turn.state.nodes[peer], turn.state.chain
+    node, chain = turn.nodes[peer], turn.chain
     if not _same_branch(turn, node, message.height, message.tip):
         return
     commits = membership.commits_below(chain, message.height)
     height = max(node.height, message.height)
     turn.set_node(replace(node, height=height, applied=commits, ms=message.ms or node.ms))
     turn.observe(node.name, commits, message.digest)
-    if turn.state.stopped:
+    if turn.stopped:
         return
     if chain.ended and message.height == chain.height:
         turn.send(peer, Bye(RUN_ENDED))
-        turn.set_node(replace(turn.state.nodes[peer], left=RUN_ENDED))
-        return _linger(turn, turn.state.now)
+        turn.set_node(replace(turn.nodes[peer], left=RUN_ENDED))
+        return _linger(turn, turn.now)
     work.close(turn)
     work.assign(turn, [peer])
 
 
 def _same_branch(turn: Turn, node: Node, height: int, tip: bytes) -> bool:
     """Whether a node's ledger is a beginning of mine; if not, it is refused."""
-    entries = turn.state.chain.entries
+    entries = turn.chain.entries
     if height == 0 or (height <= len(entries) and entries[height - 1].hash[:8] == tip):
         return True
     reason = f"this node's ledger differs from the coordinator's at entry {height - 1}"
@@ -260,7 +260,7 @@ def _same_branch(turn: Turn, node: Node, height: int, tip: bytes) -> bool:
 
 def _on_release(turn: Turn, peer: bytes, message: Release) -> None:
     turn.take_all(peer)
-    node, reason = turn.state.nodes[peer], message.reason[:MAX_NOTE]
+    node, reason = turn.nodes[peer], message.reason[:MAX_NOTE]
     turn.set_node(replace(node, left=f"{RELEASED}: {reason}"))
     turn.send(peer, Bye(RELEASED))
     turn.note("membership", node=node.name, what="left", reason=reason)
@@ -273,7 +273,7 @@ def _on_release(turn: Turn, peer: bytes, message: Release) -> None:
 
 
 def _on_beat(turn: Turn, peer: bytes, message: NodeBeat) -> None:
-    node = turn.state.nodes[peer]
+    node = turn.nodes[peer]
     if not _same_branch(turn, node, message.height, message.tip):
         return
     turn.set_node(replace(node, height=message.height, tip=message.tip))

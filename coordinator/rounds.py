@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from protocol.chain import Chain
@@ -339,9 +338,9 @@ def _evaluator(lock: Lock, cells: Cells) -> int:
     return max(prompts, key=lambda number: prompts[number])
 
 
-def every_unit(round: Round) -> Iterator[tuple[Unit, Cells]]:
-    """The probe and every member as one whole unit with its cells."""
-    if round.probe is not None:
-        yield Unit(round.number, Kind.PROBE, 0, 0, len(round.probe.sums) - 1), round.probe
-    for k, cells in enumerate(round.members):
-        yield Unit(round.number, Kind.MEMBER, k, 0, len(cells.sums) - 1), cells
+def failing(round: Round) -> list[Unit]:
+    """The probe and the members with failures, each as one whole unit."""
+    failed = [(Kind.MEMBER, k, cells) for k, cells in enumerate(round.members) if cells.failures]
+    if round.probe is not None and round.probe.failures:
+        failed.append((Kind.PROBE, 0, round.probe))
+    return [Unit(round.number, kind, k, 0, len(cells.sums) - 1) for kind, k, cells in failed]

@@ -7,6 +7,7 @@ by `machine.py`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,9 @@ from coordinator.events import Effect, EntryAppended, Note, Persist, Record, Sen
 from coordinator.membership import LOST_AFTER, Lease, Node, alive
 from coordinator.rounds import Round
 from coordinator.state import State, adopt, learn
+from protocol.chain import Chain
 from protocol.entries import Body, CommitBody, LockBody, ScoreBody, seal
+from protocol.lock import Lock
 from protocol.messages import Assign, Bye, Cancel, Commit, Message, Unit
 
 LEASE_SECONDS = int(LOST_AFTER)
@@ -23,28 +26,84 @@ KEPT_REFUSALS = 20
 
 
 class Turn:
-    """The state so far and the effects so far of one step."""
+    """The state so far and the effects so far of one step.
+
+    Nodes and the open round change several times in a step: their changes gather here, on copies, and enter
+    the state when it is next read.
+    """
 
     def __init__(self, state: State) -> None:
-        self.state = state
+        self._state = state
+        self._nodes: dict[bytes, Node] | None = None  # a copy that differs from the state's
+        self._round: Round | None = None  # likewise
         self.effects: list[Effect] = []
+
+    @property
+    def state(self) -> State:
+        """The state with everything that has happened in this step."""
+        if self._nodes is not None:
+            self._state = replace(self._state, nodes=self._nodes)
+        if self._round is not None:
+            self._state = replace(self._state, round=self._round)
+        self._nodes = self._round = None
+        return self._state
+
+    @state.setter
+    def state(self, state: State) -> None:
+        self._state, self._nodes, self._round = state, None, None
+
+    @property
+    def now(self) -> float:
+        return self._state.now
+
+    @property
+    def lock(self) -> Lock:
+        return self._state.lock
+
+    @property
+    def chain(self) -> Chain:
+        return self._state.chain
+
+    @property
+    def nodes(self) -> Mapping[bytes, Node]:
+        return self._state.nodes if self._nodes is None else self._nodes
 
     @property
     def round(self) -> Round:
         """The open round; there is one from the first entry on."""
-        assert self.state.round is not None
-        return self.state.round
+        found = self._round or self._state.round
+        assert found is not None
+        return found
+
+    @round.setter
+    def round(self, round: Round) -> None:
+        self._round = round
+
+    @property
+    def ready(self) -> int:
+        return self._state.ready
+
+    @property
+    def alive(self) -> tuple[int, ...]:
+        return self._state.alive
+
+    @property
+    def stopped(self) -> bool:
+        return bool(self._state.stopped)
 
     @property
     def over(self) -> bool:
         """No more work is handed out."""
-        return bool(self.state.stopped) or self.state.ending is not None
+        return bool(self._state.stopped) or self._state.ending is not None
 
     def set(self, **changes: Any) -> None:
-        self.state = replace(self.state, **changes)
+        """Change anything but nodes and the round."""
+        self._state = replace(self._state, **changes)
 
     def set_node(self, node: Node) -> None:
-        self.set(nodes={**self.state.nodes, node.key: node})
+        if self._nodes is None:
+            self._nodes = dict(self._state.nodes)
+        self._nodes[node.key] = node
 
     # ------------------------------------------------------------ effects
 
@@ -56,9 +115,8 @@ class Turn:
 
     def broadcast(self, message: Message) -> None:
         """To every node that is there, on the roster or not."""
-        now = self.state.now
-        for key, node in self.state.nodes.items():
-            if not node.left and now - node.heard <= LOST_AFTER:
+        for key, node in self.nodes.items():
+            if not node.left and self.now - node.heard <= LOST_AFTER:
                 self.send(key, message)
 
     def note(self, topic: str, /, **fields: Any) -> None:
@@ -66,9 +124,9 @@ class Turn:
 
     def count(self, what: str, refusal: str = "") -> None:
         """One more of `what` in status; a refusal is also kept in words."""
-        counters = dict(self.state.counters)
+        counters = dict(self._state.counters)
         counters[what] = counters.get(what, 0) + 1
-        kept = (*self.state.refusals, refusal)[-KEPT_REFUSALS:] if refusal else self.state.refusals
+        kept = (*self._state.refusals, refusal)[-KEPT_REFUSALS:] if refusal else self._state.refusals
         self.set(counters=counters, refusals=kept)
 
     def stop(self, reason: str, code: int, bye: str = "") -> None:
@@ -110,7 +168,7 @@ class Turn:
 
     def _note_commit(self, seconds: float) -> None:
         last = self.state.history[-1]
-        applies = sorted(node.ms for node in self.state.nodes.values() if node.ms)
+        applies = sorted(node.ms for node in self.nodes.values() if node.ms)
         self.note(
             "commit",
             round=last.round,
@@ -144,31 +202,29 @@ class Turn:
 
     def give(self, key: bytes, unit: Unit) -> None:
         """Lease a unit to a node and tell it."""
-        now = self.state.now
-        node = self.state.nodes[key]
+        node, now = self.nodes[key], self.now
         self.set_node(replace(node, leases=(*node.leases, Lease(unit, now, now, now))))
-        self.set(round=rounds.lease(self.round, unit, 1))
+        self.round = rounds.lease(self.round, unit, 1)
         self.send(key, Assign(unit, self.round.parent[:8], LEASE_SECONDS))
 
     def take(self, key: bytes, unit: Unit, tell: bool = False) -> Lease | None:
         """End a node's lease on exactly this unit, if it has one; `tell` cancels it over there."""
-        node = self.state.nodes[key]
+        node = self.nodes[key]
         held = next((lease for lease in node.leases if lease.unit == unit), None)
         if held is None:
             return None
         self.set_node(replace(node, leases=tuple(x for x in node.leases if x.unit != unit)))
-        self.set(round=rounds.lease(self.round, unit, -1))
+        self.round = rounds.lease(self.round, unit, -1)
         if tell:
             self.send(key, Cancel(unit))
         return held
 
     def take_all(self, key: bytes) -> None:
         """End all leases of a node."""
-        for lease in self.state.nodes[key].leases:
+        for lease in self.nodes[key].leases:
             self.take(key, lease.unit)
 
     def census(self) -> None:
         """Recount who is there."""
-        now = self.state.now
-        there = [node for node in self.state.nodes.values() if alive(node, now)]
+        there = [node for node in self.nodes.values() if alive(node, self.now)]
         self.set(alive=tuple(sorted(node.number for node in there if node.number is not None)))

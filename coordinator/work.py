@@ -24,13 +24,13 @@ MAX_NOTE = 200  # characters of a node's words that are kept
 
 
 def on_result(turn: Turn, peer: bytes, result: Result) -> None:
-    state, node = turn.state, turn.state.nodes[peer]
-    verdict = rounds.judge(state.lock, turn.round, result)
+    node = turn.nodes[peer]
+    verdict = rounds.judge(turn.lock, turn.round, result)
     if verdict.kind == "ok" and node.number is None:
         verdict = rounds.Verdict("refused", "this node is not on the roster yet")
     if verdict.kind in ("ok", "duplicate"):
         turn.observe(node.name, turn.round.number, result.digest)
-        if turn.state.stopped:
+        if turn.stopped:
             return
     if verdict.conflict:
         turn.count("conflicts")
@@ -51,6 +51,7 @@ def on_result(turn: Turn, peer: bytes, result: Result) -> None:
         )
         if held is not None:
             _count_failure(turn, peer, result.unit, verdict.reason)
+            close(turn)
     elif verdict.kind == "late":
         turn.count("late")
     assign(turn, [peer])
@@ -58,14 +59,14 @@ def on_result(turn: Turn, peer: bytes, result: Result) -> None:
 
 def _accept(turn: Turn, peer: bytes, result: Result) -> None:
     """Journal a result, acknowledge it, and see what it completes."""
-    unit, node = result.unit, turn.state.nodes[peer]
+    unit, node = result.unit, turn.nodes[peer]
     assert node.number is not None
     turn.persist(ResultAccepted(node.number, result))
-    turn.set(round=rounds.fill(turn.round, node.number, result))
+    turn.round = rounds.fill(turn.round, node.number, result)
     turn.set_node(replace(node, applied=turn.round.number, stalled=None))
     held = turn.take(peer, unit)
     if held is not None:
-        turn.set_node(membership.measured(turn.state.nodes[peer], held, turn.state.now))
+        turn.set_node(membership.measured(turn.nodes[peer], held, turn.now))
     turn.send(peer, Ack(unit, "ok"))
     _tally(turn, peer, "accepted")
     turn.note(
@@ -83,15 +84,15 @@ def _accept(turn: Turn, peer: bytes, result: Result) -> None:
     )
     cells = turn.round.cells(unit)
     freed = _drop_useless(turn) if cells and any(cells.leases) else []
-    before = turn.state.chain.round
+    before = turn.chain.round
     close(turn)
-    assign(turn, None if turn.state.chain.round > before else [peer, *freed])
+    assign(turn, None if turn.chain.round > before else [peer, *freed])
 
 
 def _drop_useless(turn: Turn) -> list[bytes]:
     """Take back every leased unit whose result would change nothing any more."""
     freed = []
-    for key, node in turn.state.nodes.items():
+    for key, node in turn.nodes.items():
         for lease in node.leases:
             if not turn.round.needs(lease.unit):
                 turn.take(key, lease.unit, tell=True)
@@ -109,27 +110,27 @@ def on_failed(turn: Turn, peer: bytes, message: Failed) -> None:
 
 
 def _count_failure(turn: Turn, peer: bytes, unit: Unit, reason: str) -> None:
-    node = turn.state.nodes[peer]
+    node = turn.nodes[peer]
     reason = reason[:MAX_NOTE]
     if node.number is None or not turn.round.needs(unit):
         return
     turn.persist(UnitFailed(node.number, unit, reason))
-    turn.set(round=rounds.fail(turn.round, node.number, unit, reason))
+    turn.round = rounds.fail(turn.round, node.number, unit, reason)
     turn.note("failed", node=node.name, round=unit.round, member=unit.member, reason=reason)
-    give_up(turn)
+    give_up(turn, unit)
 
 
 # ---------------------------------------------------------------- giving up, closing
 
 
-def give_up(turn: Turn) -> None:
-    """Declare members void that failed often enough."""
-    for unit, cells in list(rounds.every_unit(turn.round)):
-        if not cells.failures:
-            continue
-        void, reason = rounds.void_verdict(cells, len(turn.state.alive))
+def give_up(turn: Turn, only: Unit | None = None) -> None:
+    """Declare members void that failed often enough: all of them, or the one of a unit."""
+    for unit in [only] if only else rounds.failing(turn.round):
+        cells = turn.round.cells(unit)
+        assert cells is not None
+        void, reason = rounds.void_verdict(cells, len(turn.alive))
         if void:
-            turn.set(round=rounds.void(turn.round, unit, reason, turn.state.lock.mirrored))
+            turn.round = rounds.void(turn.round, unit, reason, turn.lock.mirrored)
             turn.count("void")
             turn.note("void", round=unit.round, kind=unit.kind, member=unit.member, reason=reason)
             _drop_useless(turn)
@@ -141,7 +142,7 @@ def close(turn: Turn) -> None:
         state, round = turn.state, turn.round
         if round.probe is not None and round.probe.void:
             turn.note("score", round=round.number, void=round.probe.void)
-            turn.set(round=replace(round, probe=None))
+            turn.round = replace(round, probe=None)
         elif round.probe is not None:
             if not round.probe.complete or state.digest is None:
                 return
@@ -172,38 +173,35 @@ def close(turn: Turn) -> None:
 
 def assign(turn: Turn, keys: Iterable[bytes] | None = None) -> None:
     """Give these nodes (all by default) what they can take: one unit each, a waiting one, then the tail."""
-    state = turn.state
-    if turn.over or state.round is None:
+    if turn.over:
         return
-    chosen = [key for key in (state.nodes if keys is None else dict.fromkeys(keys)) if _may_work(turn, key)]
-    chosen.sort(key=lambda key: state.nodes[key].number or 0)
+    chosen = [key for key in (turn.nodes if keys is None else dict.fromkeys(keys)) if _may_work(turn, key)]
+    chosen.sort(key=lambda key: turn.nodes[key].number or 0)
     if keys is None:
         turn.set(ready=len(chosen))
     for depth in range(1, QUEUE + 1):
         for key in chosen:
-            if len(turn.state.nodes[key].leases) < depth:
+            if len(turn.nodes[key].leases) < depth:
                 _give_next(turn, key)
-    idle = [key for key in chosen if not turn.state.nodes[key].leases]
+    idle = [key for key in chosen if not turn.nodes[key].leases]
     for key in idle[:RESCUES]:
         _rescue(turn, key)
 
 
 def _may_work(turn: Turn, key: bytes) -> bool:
-    node = turn.state.nodes[key]
-    return membership.standing(node, turn.round.number, turn.state.now)[0] == READY
+    node = turn.nodes[key]
+    return membership.standing(node, turn.round.number, turn.now)[0] == READY
 
 
 def _give_next(turn: Turn, key: bytes) -> None:
-    state = turn.state
-    unit, _ = leases.next_unit(turn.round, state.lock, state.nodes[key], state.ready, state.alive)
+    unit, _ = leases.next_unit(turn.round, turn.lock, turn.nodes[key], turn.ready, turn.alive)
     if unit is not None:
         turn.give(key, unit)
 
 
 def _rescue(turn: Turn, key: bytes) -> None:
     """Let an idle node take over at the tail of the round."""
-    state = turn.state
-    found, reason = leases.rescue(turn.round, state.lock, state.nodes.values(), state.nodes[key], state.now)
+    found, reason = leases.rescue(turn.round, turn.lock, turn.nodes.values(), turn.nodes[key], turn.now)
     if found is None:
         return
     if found.victim is not None and found.old is not None:
@@ -212,7 +210,7 @@ def _rescue(turn: Turn, key: bytes) -> None:
             turn.give(found.victim, found.keep)
     turn.give(key, found.unit)
     what = "duplicate" if found.victim is None else "taken over"
-    turn.note("lease", node=state.nodes[key].name, what=what, member=found.unit.member, reason=reason)
+    turn.note("lease", node=turn.nodes[key].name, what=what, member=found.unit.member, reason=reason)
 
 
 # ---------------------------------------------------------------- repair
@@ -224,7 +222,7 @@ def reconcile(turn: Turn, peer: bytes, listed: dict[Unit, int]) -> None:
     What was assigned and is missing there is sent again; what it holds without a lease becomes one if it is
     of use (a coordinator that restarted finds its nodes at work), and is cancelled if not.
     """
-    now, node = turn.state.now, turn.state.nodes[peer]
+    now, node = turn.now, turn.nodes[peer]
     if node.stalled and listed.get(node.stalled[0]) != node.stalled[1]:
         node = replace(node, stalled=None)
     kept = {}
@@ -239,7 +237,7 @@ def reconcile(turn: Turn, peer: bytes, listed: dict[Unit, int]) -> None:
             if node.stalled:
                 continue  # its units are anybody's until it moves
             kept[unit] = Lease(unit, now, now, now, progress, sent=False)
-            turn.set(round=rounds.lease(turn.round, unit, 1))
+            turn.round = rounds.lease(turn.round, unit, 1)
         elif progress < 1000:  # a finished one only waits for its Ack
             turn.send(peer, Cancel(unit))
     order = {unit: k for k, unit in enumerate(listed)}
@@ -249,11 +247,11 @@ def reconcile(turn: Turn, peer: bytes, listed: dict[Unit, int]) -> None:
 
 def _confirmed(turn: Turn, peer: bytes, lease: Lease, progress: int | None) -> Lease | None:
     """A lease after the node's word on it: None from `progress` when it did not mention it."""
-    now = turn.state.now
+    now = turn.now
     if progress is not None:
         return replace(lease, progress=progress, moved=now if progress != lease.progress else lease.moved)
     if not lease.sent:
-        turn.set(round=rounds.lease(turn.round, lease.unit, -1))
+        turn.round = rounds.lease(turn.round, lease.unit, -1)
         return None
     if now - lease.asked <= membership.RESEND_AFTER:
         return lease
@@ -262,7 +260,7 @@ def _confirmed(turn: Turn, peer: bytes, lease: Lease, progress: int | None) -> L
 
 
 def _tally(turn: Turn, peer: bytes, what: str) -> None:
-    node = turn.state.nodes[peer]
+    node = turn.nodes[peer]
     tally = node.tally
     if what in ("accepted", "late", "refused", "failed"):
         turn.set_node(replace(node, tally=replace(tally, **{what: getattr(tally, what) + 1})))

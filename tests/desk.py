@@ -100,7 +100,7 @@ class Desk:
         """A well-formed result; every prompt gets the same reward, a little higher for higher members."""
         lock = self.lock
         chunks = range(unit.first, unit.last + 1)
-        sums = tuple((reward + unit.member / 100) * lock.chunk_size(unit.kind, k) for k in chunks)
+        sums = tuple((reward + unit.member % 50 / 100) * lock.chunk_size(unit.kind, k) for k in chunks)
         member = unit.kind == Kind.MEMBER
         seed = seeds.member_seed(lock.run_id, unit.round, unit.member, lock.mirrored) if member else 0
         digest = self.state.digest if self.state.digest is not None else 77
