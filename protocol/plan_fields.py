@@ -107,7 +107,7 @@ FIELDS: tuple[PlanField, ...] = (
     PlanField("ops", "quorum", number(0.0, 1.0, above=True),
               "share of members that closes a round; below 1 slow members are dropped: it trains brevity"),
     PlanField("ops", "eval_every", whole(0, 2**31),
-              "rounds between held-out evaluations; 0: only at the start and the end"),
+              "rounds between held-out evaluations; 0: none at all"),
     PlanField("ops", "eval_samples", whole(0, 1024),
               "sampled answers per held-out prompt besides the greedy one"),
     PlanField("ops", "stall_seconds", number(1.0, 86400.0),

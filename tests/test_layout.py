@@ -60,6 +60,7 @@ PURE: dict[str, set[str]] = {
     "coordinator/turn.py": set(),
     "coordinator/work.py": set(),
     "esnode/events.py": set(),
+    "esnode/inbox.py": set(),
     "esnode/node.py": set(),
     "esnode/nodestate.py": set(),
 }
