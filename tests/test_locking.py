@@ -43,7 +43,7 @@ def test_a_lock_holds_what_replicas_must_agree_on(model: Path, locked: tuple[Loc
     assert lock.digest == tiny.digest(tiny.masters(model, specs))
     assert (lock.train_prompts, lock.heldout_prompts, lock.per_round, lock.chunk) == (20, 16, 16, 4)
     assert (lock.reward_low, lock.reward_high, lock.max_new_tokens) == (-1.0, 0.0, 24)
-    assert lock.task_options == {"scale": 100.0, "time_limit": 5.0}
+    assert lock.task_options == {"scale": 150.0, "time_limit": 5.0}
     assert lock.stop_ids == (tiny.END,) and lock.trusted == tuple(KEYS) and lock.parent is None
     assert lock_from_bytes(lock.to_bytes()) == lock
     assert data.startswith(b'{"options":')

@@ -190,7 +190,7 @@ def test_conciseness() -> None:
     task = opened("conciseness")
     item = {"reference": "Ice."}
     assert task.score(item, " Ice! ") == Score(0.0, True)
-    assert task.score(item, "x" * 54) == Score(-0.5, False)
+    assert task.score(item, "x" * 79) == Score(-0.5, False)
     assert task.score(item, "x" * 500) == Score(-1.0, False)
 
 

@@ -24,9 +24,8 @@ class Conciseness(Task):
     name = "conciseness"
     low, high = -1.0, 0.0
     max_new_tokens = 24
-    defaults: Mapping[str, Any] = {
-        "scale": 100.0
-    }  # characters that cost the whole reward; 24 tokens are about 100
+    # Characters that cost the whole reward. 24 tokens are 90 to 130: fewer would leave long answers all alike.
+    defaults: Mapping[str, Any] = {"scale": 150.0}
 
     @classmethod
     def items(cls, argument: str, options: Mapping[str, Any]) -> Splits:
