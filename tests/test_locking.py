@@ -26,7 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def planned(model: Path, **changes: Any) -> Plan:
     written = plan.parse(plan.template("conciseness", str(model)))
-    return plan.changed(written, **({"task": "conciseness"} | changes))
+    return plan.changed(written, **({"task": "conciseness", "per_round": 16, "chunk": 4} | changes))
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ class Conciseness(Task):
     name = "conciseness"
     low, high = -1.0, 0.0
     max_new_tokens = 24
-    # Characters that cost the whole reward. 24 tokens are 90 to 130: fewer would leave long answers all alike.
+    # Characters that cost the whole reward; 24 tokens are 90 to 130, and a cut-off makes answers alike.
     defaults: Mapping[str, Any] = {"scale": 150.0}
 
     @classmethod
