@@ -1,8 +1,9 @@
 """Everything that can happen to a coordinator and everything it can cause.
 
-Pure. The contract of order, for every shell (server and simulator alike): compute `step`, perform every `Persist` of
-the returned effects in order, flush, adopt the new state, then perform the other effects in order. A crash before the
-flush leaves the old state; a crash after it loses nothing but messages, which heartbeats repair.
+Pure. The contract of order, for every shell (server and simulator alike): compute `step`, perform every
+`Persist` of the returned effects in order, flush, adopt the new state, then perform the other effects in
+order. A crash before the flush leaves the old state; a crash after it loses nothing but messages, which
+heartbeats repair.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from protocol.plan import Ops
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """First event of a process. `term` and `nonce` are new; `nonce` is 8 bytes of secret entropy from the shell."""
+    """First event of a process, with a new `term` and 8 bytes of secret entropy from the shell."""
 
     now: float
     term: int
