@@ -3,7 +3,7 @@
     python benchmarks/noise.py [--json] [--quick] [--threads 1 --threads 2]
 
 Peer: for every tensor `Generator.manual_seed`, `torch.randn` in bf16, one in-place `add_`; for the update
-once per member. Ours: `kernels.perturb` from a float32 master to bf16 live weights, and one fused
+once per member. Ours: `kernels.perturb_many` from a float32 master to bf16 live weights, and one fused
 `kernels.update` of all members, digest included. Weights have the shapes of SmolLM2-135M; repetitions of both
 sides alternate, and medians are compared.
 
@@ -29,7 +29,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))  # run from a checkout without installing
 
 from esnode.doctor import hardware
-from esnode.kernels import Kernels, Region, pick
+from esnode.kernels import Kernels, Region, Slice, pick
 from protocol.seeds import tensor_key
 from protocol.shaping import MAX_SUM, Step
 
@@ -67,19 +67,18 @@ class Ours:
         for name, shape in sizes.items():
             master = torch.randn(shape) * 0.02
             live = torch.empty(shape, dtype=torch.bfloat16)
-            self.parts.append((tensor_key(name), Region.whole(master.numel()), master, live))
+            self.parts.append(Slice(master, live, tensor_key(name), Region.whole(master.numel())))
         coefficients = tuple((-1) ** i * (MAX_SUM // members) for i in range(members))
         self.step = Step(tuple(range(members)), coefficients, SHIFT, 0)
         self.digest = 0
 
     def perturb(self) -> None:
-        for key, region, master, live in self.parts:
-            self.kernels.perturb(master, live, 7, key, region, SIGMA, 1)
+        self.kernels.perturb_many(self.parts, 7, SIGMA, 1)
 
     def update(self) -> None:
         self.digest = 0
-        for key, region, master, _ in self.parts:
-            self.digest += self.kernels.update(master, [self.step], key, region)[0]
+        for part in self.parts:
+            self.digest += self.kernels.update(part.master, [self.step], part.tid, part.region)[0]
 
 
 class Peer:
@@ -143,7 +142,7 @@ def measure(
         }
     return {
         "threads": results,
-        "weights": sum(region.count for _, region, _, _ in ours.parts),
+        "weights": sum(part.region.count for part in ours.parts),
         "members": members,
         "kernel": kernels.name,
         "processor": hardware()["processor"],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 
 import numpy as np
@@ -11,72 +10,27 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from esnode.kernels import (
-    create,
-)
-from esnode.kernels.interface import Region
+from esnode.kernels import create
+from esnode.kernels.interface import Region, Slice
 from protocol import noise
 from protocol.shaping import MAX_SUM, Step
-
-BACKENDS = ["reference", "cpu"]
-LIVE = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-TOP = 2**62
-STARTS = [0, 1, 31, 2**31 - 200, 2**32 - 200, 2**34 - 200, 2**34 + 77, 10**15, TOP - 5000]
-SIGMA = 0.0019989013671875
+from tests.slow_law import (
+    BACKENDS,
+    LIVE,
+    SIGMA,
+    STARTS,
+    TOP,
+    bits,
+    law_bits,
+    law_update,
+    steps_for,
+    weights,
+)
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
 def kernels(request):
     return create(request.param)
-
-
-def bits(tensor: torch.Tensor) -> np.ndarray:
-    size = tensor.dtype.itemsize
-    flat = tensor.reshape(-1).view(torch.int16 if size == 2 else torch.int32)
-    return flat.numpy().view(np.uint16 if size == 2 else np.uint32)
-
-
-def law_bits(array: np.ndarray) -> np.ndarray:
-    return array.view(np.uint16 if array.dtype.itemsize == 2 else np.uint32)
-
-
-def weights(count: int, seed: int = 0) -> np.ndarray:
-    """float32 weights of many sizes, with zeros of both signs and exact bf16 ties among them."""
-    rng = np.random.default_rng(seed)
-    values = (rng.standard_normal(count) * 2.0 ** rng.integers(-26, 6, count)).astype(np.float32)
-    ties = values.view(np.uint32)[::7]
-    ties &= np.uint32(0xFFFF0000)
-    ties |= np.uint32(0x8000)
-    values[3::11] = 0.0
-    values[4::11] = -0.0
-    return values
-
-
-def steps_for(count: int, seed: int = 0) -> list[Step]:
-    draw = random.Random(seed)
-    steps = []
-    for _ in range(count):
-        n = draw.randint(1, 9)
-        share = MAX_SUM // n
-        c = tuple(draw.choice([draw.randint(-share, share), share, -share]) for _ in range(n))
-        seeds = tuple(draw.getrandbits(64) for _ in range(n))
-        steps.append(Step(seeds, c, draw.choice([8, 38, 43, 64, 96]), draw.getrandbits(64)))
-    return steps
-
-
-def law_update(values, steps, tid, start, narrow=False):
-    """Slow rounds on a contiguous run: final bits and the digest after each."""
-    state, digests = values, []
-    for step in steps:
-        a = noise.weighted_sum(step.seeds, step.c, tid, start, len(values))
-        if narrow:
-            state = noise.update_bf16(state, a, step.shift, step.rounding_seed, tid, start)
-            seen = (state.astype(np.uint32) << 16).view(np.float32)
-        else:
-            state = noise.update(state, a, step.shift)
-            seen = state
-        digests.append(noise.digest(seen, tid, start))
-    return law_bits(state), digests
 
 
 def sub_region(rows: int, columns: int, r0: int, r1: int, c0: int, c1: int, start: int) -> Region:
@@ -240,6 +194,33 @@ def test_threads_change_nothing(region, monkeypatch):
     assert all(s == seen[0] for s in seen)
 
 
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_many_slices_at_once_equal_one_by_one(kernels, threads, monkeypatch):
+    from esnode.kernels import cpu
+
+    monkeypatch.setattr(cpu, "_SMALL", 500)
+    monkeypatch.setattr(cpu, "_LARGE", 5000)
+    kernels.threads = threads
+    sizes, dtypes = (1, 700, 40_000, 3, 9_999), list(LIVE.values())
+    masters = [torch.from_numpy(weights(n, seed=n)) for n in sizes]
+    regions = [Region.whole(n, 2**34 - 400) for n in sizes]
+    lives = [torch.empty(n, dtype=dtypes[n % 3]) for n in sizes]
+    slices = [
+        Slice(m, live, k, r) for k, (m, live, r) in enumerate(zip(masters, lives, regions, strict=True))
+    ]
+    kernels.perturb_many(slices, 9, SIGMA, -1)
+    for part in slices:
+        single = torch.empty_like(part.live)
+        kernels.perturb(part.master, single, 9, part.tid, part.region, SIGMA, -1)
+        assert (bits(single) == bits(part.live)).all()
+    kernels.restore_many(slices)
+    for part in slices:
+        single = torch.empty_like(part.live)
+        kernels.restore(part.master, single)
+        assert (bits(single) == bits(part.live)).all()
+    kernels.perturb_many([], 9, SIGMA, 1)
+
+
 def test_threads_follow_torch_unless_set():
     kernels = create("cpu")
     assert kernels.threads is None
@@ -288,77 +269,6 @@ def test_concurrent_callers_do_not_disturb_each_other():
         thread.join()
     for k, got in enumerate(results):
         assert (got == noise.integers(k, 1, 0, 200_000)).all()
-
-
-# --- volume ---
-
-
-def compare_everything(count: int, seed: int) -> int:
-    """Random elements through every operation of both backends and the slow law; how many were compared."""
-    draw = random.Random(seed)
-    start, tid = draw.randrange(TOP - count), draw.getrandbits(32)
-    noise_seed, region = draw.getrandbits(64), Region.whole(count, start)
-    values = weights(count, seed)
-    m = noise.integers(noise_seed, tid, start, count)
-    step = steps_for(1, seed)
-    expected, digests = law_update(values, step, tid, start)
-    narrow = noise.round_bf16(values)
-    expected_narrow, digests_narrow = law_update(narrow, step, tid, start, narrow=True)
-    for name in BACKENDS:
-        kernels = create(name, threads=draw.choice([1, 2]))
-        out = torch.empty(count, dtype=torch.int32)
-        kernels.fill(noise_seed, tid, region, out)
-        assert (out.numpy() == m).all()
-        for dtype, live_dtype in LIVE.items():
-            live = torch.empty(count, dtype=live_dtype)
-            kernels.perturb(torch.from_numpy(values), live, noise_seed, tid, region, SIGMA, 1)
-            assert (bits(live) == law_bits(noise.perturb(values, m, SIGMA, 1, dtype))).all()
-        master = torch.from_numpy(values.copy())
-        assert kernels.update(master, step, tid, region) == digests
-        assert (bits(master) == expected).all()
-        state = torch.from_numpy(narrow.copy().view(np.int16)).view(torch.bfloat16)
-        assert kernels.update(state, step, tid, region) == digests_narrow
-        assert (bits(state) == expected_narrow).all()
-    return count
-
-
-def test_a_million_random_elements():
-    assert sum(compare_everything(100_000, seed) for seed in range(10)) == 10**6
-
-
-@pytest.mark.slow
-def test_ten_million_random_elements():
-    assert sum(compare_everything(100_000, 1000 + seed) for seed in range(100)) == 10**7
-
-
-def test_ten_million_noise_values():
-    for part in range(10):
-        start = random.Random(part).randrange(TOP - 10**6)
-        expected = noise.integers(part, 7, start, 10**6)
-        for name in BACKENDS:
-            out = torch.empty(10**6, dtype=torch.int32)
-            create(name).fill(part, 7, Region.whole(10**6, start), out)
-            assert (out.numpy() == expected).all()
-
-
-def cycles(kernels, count: int, size: int) -> None:
-    master = torch.from_numpy(weights(size))
-    before = bits(master).copy()
-    region = Region.whole(size, 2**34 - size // 2)
-    for live_dtype in LIVE.values():
-        live = torch.empty(size, dtype=live_dtype)
-        kernels.restore(master, live)
-        pristine = bits(live).copy()
-        for seed in range(count):
-            kernels.perturb(master, live, seed, 3, region, SIGMA, 1 - 2 * (seed % 2))
-            kernels.restore(master, live)
-        assert (bits(live) == pristine).all()
-    assert (bits(master) == before).all()
-
-
-def test_a_thousand_perturb_and_restore_cycles():
-    cycles(create("cpu"), 1000, 4096)
-    cycles(create("reference"), 20, 4096)
 
 
 # --- rounding, exhaustively where it is cheap ---

@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable
 
-from esnode.kernels.interface import Kernels, Region
+from esnode.kernels.interface import Kernels, Region, Slice
 from esnode.kernels.selftest import SelftestFailed, SelftestReport, selftest
 from protocol.errors import UserError
 
@@ -20,6 +20,7 @@ __all__ = [
     "Region",
     "SelftestFailed",
     "SelftestReport",
+    "Slice",
     "available",
     "create",
     "pick",

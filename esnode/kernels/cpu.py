@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -20,6 +22,7 @@ import torch
 from esnode.kernels import cpu_loops as loops
 from esnode.kernels.interface import (
     Region,
+    Slice,
     check_address,
     check_live,
     check_master,
@@ -48,17 +51,9 @@ def _bits(tensor: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     return _NO_U32, flat.view(torch.int16).numpy().view(np.uint16)
 
 
-def _cut(region: Region, threads: int, cost: float) -> list[tuple[int, Region]]:
-    """Split a region for `threads` threads into (position of its first element, piece).
-
-    `cost` is an element's work in noise values. Large regions make several pieces per thread: one that comes
-    late or shares its core then does less.
-    """
-    region = region.flat()
-    work = int(region.count * cost)
-    each = min(max(work // (threads * _LARGE), 1), 8)
-    parts = max(min(threads * each, work // _SMALL, region.count // loops.BLOCK), 1)
-    if threads == 1 or parts == 1:
+def _cut(region: Region, parts: int) -> list[tuple[int, Region]]:
+    """Split a region into at most `parts` pieces: (position of its first element, piece)."""
+    if parts <= 1:
         return [(0, region)]
     if region.rows > 1:
         parts = min(parts, region.rows)
@@ -87,6 +82,55 @@ def _batches(steps: Sequence[Step]) -> Iterator[list[Step]]:
         yield batch
 
 
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """`work(position, piece)` on a region that may be cut; `cost` is an element's work in noise values."""
+
+    region: Region
+    cost: float
+    work: Callable[[int, Region], Any]
+
+    def jobs(self, threads: int, alone: bool) -> list[Callable[[], Any]]:
+        """The task in pieces. Alone it must employ all threads; among others only a large one is cut.
+
+        Large ones make several pieces per thread: a thread that comes late or shares its core does less.
+        """
+        region = self.region.flat()
+        work = int(region.count * self.cost)
+        parts = work // _LARGE
+        if alone:
+            parts = threads * min(max(parts // threads, 1), 8)
+        most = work // _SMALL if threads > 1 else 1
+        return [partial(self.work, *piece) for piece in _cut(region, min(parts, most))]
+
+
+def _perturbing(part: Slice, seed: int, scale: np.float32) -> _Task:
+    check_address(seed, part.tid)
+    check_master(part.master, part.region)
+    check_live(part.master, part.live)
+    (m32, m16), (l32, l16) = _bits(part.master), _bits(part.live)
+    wide, kind = bool(len(m32)), _KINDS[part.live.dtype]
+    address = np.uint64(seed), np.uint64(part.tid)
+
+    def work(at: int, piece: Region) -> None:
+        place = piece.start, piece.rows, piece.width, piece.stride
+        loops.perturb(*address, *place, scale, m32[at:], m16[at:], wide, kind, l32[at:], l16[at:])
+
+    return _Task(part.region, 1 + _COPY, work)
+
+
+def _restoring(master: torch.Tensor, live: torch.Tensor) -> _Task:
+    check_master(master)
+    check_live(master, live)
+    (m32, m16), (l32, l16) = _bits(master), _bits(live)
+    wide, kind = bool(len(m32)), _KINDS[live.dtype]
+
+    def work(at: int, piece: Region) -> None:
+        loops.restore(at, at + piece.count, m32, m16, wide, kind, l32, l16)
+
+    return _Task(Region.whole(master.numel()), _COPY, work)
+
+
 class CpuKernels:
     """See `interface.Kernels`. `threads` None follows torch.get_num_threads() at each call. Thread-safe."""
 
@@ -96,19 +140,19 @@ class CpuKernels:
         self.threads = threads
         self._pool = ThreadPoolExecutor(_MOST_THREADS, thread_name_prefix="kernels")  # starts none until used
 
-    def _spread(self, region: Region, cost: float, work: Callable[[int, Region], Any]) -> list[Any]:
-        """Call work(position, piece) for all pieces, on this thread and on helpers; results in any order."""
+    def _run(self, *tasks: _Task) -> list[Any]:
+        """Do tasks on this thread and on helpers; the results of their pieces in any order."""
         threads = self.threads or torch.get_num_threads()
-        todo = deque(_cut(region, threads, cost))
+        todo = deque(job for task in tasks for job in task.jobs(threads, alone=len(tasks) == 1))
         results: list[Any] = []
 
         def drain() -> None:
             while todo:
                 try:
-                    piece = todo.popleft()
+                    job = todo.popleft()
                 except IndexError:  # another thread took the last one
                     return
-                results.append(work(*piece))
+                results.append(job())
 
         helpers = [self._pool.submit(drain) for _ in range(min(threads, len(todo)) - 1)]
         try:
@@ -129,7 +173,7 @@ class CpuKernels:
         def work(at: int, piece: Region) -> None:
             loops.fill(*address, piece.start, piece.rows, piece.width, piece.stride, array[at:])
 
-        self._spread(region, 1 + _COPY, work)
+        self._run(_Task(region, 1 + _COPY, work))
 
     def perturb(
         self,
@@ -141,30 +185,17 @@ class CpuKernels:
         sigma: float,
         sign: int,
     ) -> None:
-        check_address(seed, tid)
-        check_master(master, region)
-        check_live(master, live)
+        self.perturb_many([Slice(master, live, tid, region)], seed, sigma, sign)
+
+    def perturb_many(self, slices: Sequence[Slice], seed: int, sigma: float, sign: int) -> None:
         scale = np.float32(noise_scale(sigma, sign))
-        (m32, m16), (l32, l16) = _bits(master), _bits(live)
-        wide, kind = bool(len(m32)), _KINDS[live.dtype]
-        address = np.uint64(seed), np.uint64(tid)
-
-        def work(at: int, piece: Region) -> None:
-            place = piece.start, piece.rows, piece.width, piece.stride
-            loops.perturb(*address, *place, scale, m32[at:], m16[at:], wide, kind, l32[at:], l16[at:])
-
-        self._spread(region, 1 + _COPY, work)
+        self._run(*[_perturbing(part, seed, scale) for part in slices])
 
     def restore(self, master: torch.Tensor, live: torch.Tensor) -> None:
-        check_master(master)
-        check_live(master, live)
-        (m32, m16), (l32, l16) = _bits(master), _bits(live)
-        wide, kind = bool(len(m32)), _KINDS[live.dtype]
+        self._run(_restoring(master, live))
 
-        def work(at: int, piece: Region) -> None:
-            loops.restore(at, at + piece.count, m32, m16, wide, kind, l32, l16)
-
-        self._spread(Region.whole(master.numel()), _COPY, work)
+    def restore_many(self, slices: Sequence[Slice]) -> None:
+        self._run(*[_restoring(part.master, part.live) for part in slices])
 
     def update(self, master: torch.Tensor, steps: Sequence[Step], tid: int, region: Region) -> list[int]:
         check_address(0, tid)
@@ -190,7 +221,7 @@ class CpuKernels:
             loops.update(np.uint64(tid), *place, *table, m32[at:], m16[at:], wide, sums)
             return [int(share) for share in sums]
 
-        shares = self._spread(region, len(seeds) + _COPY, work)
+        shares = self._run(_Task(region, len(seeds) + _COPY, work))
         return [sum(column) % _U64 for column in zip(*shares, strict=True)]
 
     def digest(self, master: torch.Tensor, tid: int, region: Region) -> int:
@@ -202,4 +233,4 @@ class CpuKernels:
             place = piece.start, piece.rows, piece.width, piece.stride
             return int(loops.digest(np.uint64(tid), *place, m32[at:], m16[at:], bool(len(m32))))
 
-        return int(sum(self._spread(region, _COPY, work))) % _U64
+        return int(sum(self._run(_Task(region, _COPY, work)))) % _U64

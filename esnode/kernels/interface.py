@@ -60,6 +60,16 @@ class Region:
         return self
 
 
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """One slice of the weights: its master, its live weights, its tensor's key, its elements' indices."""
+
+    master: torch.Tensor
+    live: torch.Tensor
+    tid: int
+    region: Region
+
+
 class Kernels(Protocol):
     """One backend. Tensors are contiguous and hold exactly the region's elements; ValueError if not.
 
@@ -86,8 +96,14 @@ class Kernels(Protocol):
     ) -> None:
         """live = round(master + sign * sigma * eps). sigma is a positive bfloat16 value, sign 1 or -1."""
 
+    def perturb_many(self, slices: Sequence[Slice], seed: int, sigma: float, sign: int) -> None:
+        """`perturb` of several slices. Threads share them all instead of meeting once per slice."""
+
     def restore(self, master: torch.Tensor, live: torch.Tensor) -> None:
         """live = round(master)."""
+
+    def restore_many(self, slices: Sequence[Slice]) -> None:
+        """`restore` of several slices, shared like those of `perturb_many`."""
 
     def update(self, master: torch.Tensor, steps: Sequence[Step], tid: int, region: Region) -> list[int]:
         """Apply rounds to the master in place, in order, in one pass; this slice's u64 digest after each."""
