@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from esnode.prompts import Prepared
 
 SHOWN = 8  # held-out prompts answered before and after
-MAX_TOKENS = 24  # enough to see the difference, short enough for two columns
+MAX_TOKENS = 32  # enough to see the difference, short enough for two columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,12 @@ def _greedy(engine: Engine, prepared: Prepared, chosen: Sequence[int]) -> list[s
 
     ids = [prepared.ids_of("heldout", index) for index in chosen]
     made = engine.generate(ids, Sampling(MAX_TOKENS, prepared.stop_ids), [0] * len(ids)) if ids else []
-    return [prepared.decode(row).strip() for row in made]
+    return [_readable(prepared.decode(row)) + " ..." * (len(row) == MAX_TOKENS) for row in made]
+
+
+def _readable(text: str) -> str:
+    """One line without characters that could drive a terminal: a model may say anything."""
+    return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
 
 
 def _question(messages: Sequence[dict[str, str]]) -> str:
@@ -126,7 +131,7 @@ def _answers(rows: Sequence[Comparison]) -> Table:
         table.add_column(name, ratio=1, style=style)
     for row in rows:
         # Text, not str: what a model says must not be taken for markup.
-        table.add_row(*(Text(" ".join(part.split())) for part in (row.prompt, row.before, row.after)))
+        table.add_row(*(Text(_readable(part)) for part in (row.prompt, row.before, row.after)))
     return table
 
 
@@ -154,10 +159,10 @@ def _spent(past: History, costs: Costs) -> list[tuple[str, str]]:
     shares = costs.shares
     rows = [
         ("time", f"{clock(seconds)} in rounds, {seconds / max(len(costs.round_seconds), 1):.1f} s each"),
-        ("speed", f"{costs.tokens / max(seconds, 1e-9):.0f} tokens/s of {len(costs.nodes)} nodes together"),
+        ("speed", f"{costs.tokens / max(seconds, 1e-9):.0f} tokens/s, all nodes together"),
         ("shares", ", ".join(f"{name} {share:.1%}" for name, share in shares.items())),
         ("", f"{1 - shares['generate']:.1%} of the nodes' time is not generation"),
-        ("traffic", f"{size(total)} in all, {size(total / members)} per member; no weights"),
+        ("traffic", f"{size(total)} in all, {size(total / members)} per member, and no weights"),
     ]
     if costs.floored:
         rows.append(("scorer", f"{costs.floored} answers got the task's floor because their scorer failed"))
@@ -190,7 +195,7 @@ def _next(place: RunFolder) -> str:
             f"  {place.metrics}, {place.units}  one JSON object per round and per unit",
             "next:",
             f"  esnode verify {path}",
-            f"  esnode evaluate {path} --samples 4",
+            f"  esnode evaluate {path} --round 0",
             f"  esnode export {path} --round 0 --to base",
         ]
     )

@@ -35,6 +35,7 @@ from protocol.lock import Lock
 RUNS = Path("runs")
 LOOK_SECONDS = 0.25
 LISTEN_SECONDS = 60.0  # a coordinator that replays a long journal on a slow disk still makes it
+ALONE_SECONDS = 8.0  # a coordinator without any node left gets this long to end by itself
 INTERRUPTED = 130
 
 
@@ -207,24 +208,35 @@ def _node(place: RunFolder, name: str, request: Request, descriptor: int) -> Chi
 
 def _follow(watch: Watch, children: Children, console: Console) -> None:
     """Show the run until the coordinator ends."""
-    coordinator = children.all["coordinator"]
     shown = len(watch.ledger.refresh().rounds)  # those of before a resume are no news
-    if not console.is_terminal:
-        while coordinator.code != 0:  # crashes and refusals are `look`'s business
-            children.look(time.monotonic())
-            shown = _print_rounds(watch.look(children.restarts), shown, console)
-            time.sleep(LOOK_SECONDS)
-        last = watch.look(children.restarts)
-        _print_rounds(last, shown, console)
-        if last.history.heldout:
-            score = last.history.heldout[-1]
-            console.print(f"held-out {score.mean:.4f} after {score.round} rounds", highlight=False)
+    if console.is_terminal:
+        with Live(console=console, transient=True, auto_refresh=False) as live:
+            for now in _looks(watch, children):
+                live.update(progress.view(now), refresh=True)
         return
-    with Live(console=console, transient=True, auto_refresh=False) as live:
-        while coordinator.code != 0:  # crashes and refusals are `look`'s business
-            children.look(time.monotonic())
-            live.update(progress.view(watch.look(children.restarts)), refresh=True)
-            time.sleep(LOOK_SECONDS)
+    for now in _looks(watch, children):
+        shown = _print_rounds(now, shown, console)
+    now = watch.look(children.restarts)
+    _print_rounds(now, shown, console)
+    if now.history.heldout:
+        score = now.history.heldout[-1]
+        console.print(f"held-out {score.mean:.4f} after {score.round} rounds", highlight=False)
+
+
+def _looks(watch: Watch, children: Children) -> Iterator[Snapshot]:
+    """A snapshot every moment while the coordinator runs; what crashed is restarted in between."""
+    coordinator = children.all["coordinator"]
+    nodes = [child for child in children.all.values() if child is not coordinator]
+    alone_since: float | None = None
+    while coordinator.code != 0:  # crashes and refusals are `look`'s business
+        now = time.monotonic()
+        children.look(now)
+        if all(node.code == 0 for node in nodes):
+            alone_since = alone_since or now
+            if now - alone_since > ALONE_SECONDS:
+                raise RunStopped(f"all nodes have left. Continue with `{resume_command(watch.place)}`.")
+        yield watch.look(children.restarts)
+        time.sleep(LOOK_SECONDS)
 
 
 def _print_rounds(now: Snapshot, shown: int, console: Console) -> int:

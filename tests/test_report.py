@@ -315,7 +315,7 @@ def test_summary_of_a_finished_folder(scribe: Scribe, tmp_path: Path) -> None:
     rows = dict(finish.summary(history.of_chain(scribe.chain), history.costs_of(place)))
     assert rows["rounds"] == "6, with 4 members each"
     assert rows["held-out"].startswith("-7.5000 to -1.5000")
-    assert rows["traffic"] == "3.6 KB in all, 150 B per member; no weights"
+    assert rows["traffic"] == "3.6 KB in all, 150 B per member, and no weights"
     assert "generate" in rows["shares"] and rows["time"].startswith("0:12")
 
 

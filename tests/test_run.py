@@ -206,6 +206,16 @@ def test_ctrl_c_while_it_starts(tmp_path: Path, moment: float) -> None:
     toy.finish()
 
 
+def test_nodes_that_were_told_to_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    toy = Toy(tmp_path / "run", seconds=0.5)
+    process = toy.start(nodes=1)
+    until(lambda: toy.entries > 2, "a node at work")
+    os.kill(toy.pid("node-1"), signal.SIGTERM)
+    printed, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 1
+    assert "all nodes have left" in printed and "esnode run --resume --out" in printed
+
+
 @pytest.mark.parametrize("victim", ["node-1", "coordinator"])
 def test_a_killed_process_is_started_again(tmp_path: Path, unbroken: int, victim: str) -> None:
     toy = Toy(tmp_path / "run")
@@ -241,6 +251,38 @@ def test_a_coordinator_that_refuses_is_quoted_and_not_retried(tmp_path: Path) ->
     printed, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1
     assert "ops.quorum = 7" in printed and "Traceback" not in printed
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 24 MB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(place)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("mounting a small file system needs root")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_a_disk_that_fills_up_ends_the_run_in_one_sentence(small_disk: Path, unbroken: int) -> None:
+    toy = Toy(small_disk / "run")
+    process = toy.start()
+    until(lambda: toy.entries > 5, "a few rounds")
+    ballast = small_disk / "ballast"
+    with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(1 << 16))
+    printed, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 1, printed
+    assert "Traceback" not in printed, printed
+    assert re.search(r"esnode: .*(disk is full|No space left)", printed), printed
+    again = toy.start()
+    printed, _ = again.communicate(timeout=PATIENCE)
+    assert again.returncode == 1 and "the disk of" in printed and "is full" in printed
+    ballast.unlink()
+    toy.finish()
+    assert toy.digest == unbroken
 
 
 def test_nodes_that_always_crash_end_the_run_with_their_last_words(tmp_path: Path) -> None:

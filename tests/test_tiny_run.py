@@ -9,16 +9,18 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from esnode.folder import RunFolder
+from esnode.folder import RunFolder, busy
 from protocol import ledger
 from tests import tiny
 
@@ -169,6 +171,34 @@ def test_killed_and_resumed_it_is_the_same_model(place: Place, printed: str) -> 
     process.communicate()
     place.esnode("run", "--resume", "--out", "killed")
     assert place.digest("killed") == place.digest("out")
+
+
+def interrupt(place: Place, words: tuple[str, ...], moment: Callable[[], bool]) -> None:
+    """Ctrl-C at a moment; it must end with the command to continue and nothing else."""
+    process = place.start(*words)
+    deadline = time.monotonic() + PATIENCE
+    while not moment():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130, out + err
+    assert "esnode run --resume --out stopped" in out
+    assert err == ""
+    assert not busy(RunFolder(place.path / "stopped"))
+
+
+def test_ctrl_c_before_the_lock_and_after_the_last_round(place: Place, printed: str) -> None:
+    folder = RunFolder(place.path / "stopped")
+    interrupt(place, ("run", "--plan", str(place.plan), "--out", "stopped"), folder.plan.exists)
+    assert not folder.lock.exists()
+    resume = ("run", "--resume", "--out", "stopped")
+    interrupt(place, resume, folder.picture.exists)
+    assert not folder.final.exists()
+    assert place.digest("stopped") == place.digest("out")
+    place.esnode(*resume)
+    assert (folder.final / "config.json").exists()
+    assert not list(folder.path.glob("*.new"))
 
 
 def test_a_fork_runs_and_is_verified_from_the_base(place: Place, printed: str) -> None:
