@@ -95,7 +95,7 @@ def main() -> int:
         except Exception as error:
             failed.append(seed)
             print(f"seed {seed} fails: {type(error).__name__}: {error}")
-            print(f"  python -m tests.world --seeds {seed}..{seed} --verbose")
+            print(f"  python -m tests.world --seeds {seed}..{seed} --verbose", flush=True)
             if arguments.verbose:
                 traceback.print_exc()
         if arguments.verbose:

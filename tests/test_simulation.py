@@ -16,9 +16,9 @@ from tests.world import LOST, World
 
 SEEDS = range(100)
 MANY_SEEDS = range(1_000, 2_000)
-# Failed once, or one of few that notice when a rule is taken out: lost results, lost fetches, void members,
-# chunks shared twice, an END that not everybody heard.
-KNOWN_BAD = (6, 9, 13, 28, 30, 36, 37, 49, 87, 91, 118, 384)
+# None failed since the sweep has its present form (what failed before is a story below). These take
+# longest to end: a hung engine, a long outage, a poisoned member on a lone node.
+KNOWN_BAD = (137, 384)
 
 
 def commits(world: World) -> list[CommitBody]:
@@ -244,6 +244,14 @@ def test_nobody_works_ahead_of_a_stop_and_a_restart_goes_on() -> None:
     assert [actor.stopped is not None and actor.stopped[1] for actor in world.actors] == [0, 0, 0]
     world.run()
     assert len(commits(world)) == 3
+
+
+def test_a_node_that_hears_no_commit_at_all_fetches_everything_the_end_included() -> None:
+    """The run ended while one node had not heard of it, and it was told to stop without the last entries."""
+    world = World(seed=21, nodes=2, rounds=3)
+    world.hold("node-1", Commit, LOST, times=1000)
+    world.run()
+    assert len(tips(world)) == 1
 
 
 @pytest.mark.parametrize("kind", [Hello, Welcome, Assign, Result, Ack, Commit, Entries, Applied, Bye])
