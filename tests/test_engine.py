@@ -302,6 +302,16 @@ def test_logits_are_made_at_target_positions_only(engines: dict[str, Transformer
     assert [shape[1] for shape in shapes] == [1, 2]
 
 
+def test_the_output_head_is_not_multiplied_row_by_row(engines: dict[str, TransformersEngine]) -> None:
+    """torch copies the whole matrix once per row for a strided input of a weight that requires no gradient."""
+    from torch.profiler import ProfilerActivity, profile
+
+    engine = engines["llama"]
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        engine.loglik(prompts(4, True), [[1], [2, 3], [4], [5]])
+    assert "aten::bmm" not in {event.key for event in seen.key_averages()}
+
+
 # ---------------------------------------------------------------- weights and numbers
 
 

@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -144,6 +146,44 @@ def test_a_file_that_is_no_gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(models.UserError, match=r"not a readable GGUF file|cannot be converted"):
         models.resolve(str(path))
     assert [path.suffix for path in (tmp_path / "cache" / "models").iterdir()] == [".lock"]
+
+
+def test_a_gguf_of_an_unknown_architecture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gguf import GGUFWriter
+
+    monkeypatch.setenv("ESNODE_CACHE", str(tmp_path / "cache"))
+    writer = GGUFWriter(tmp_path / "new.gguf", "tomorrow")
+    writer.add_tensor("token_embd.weight", np.zeros((4, 4), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(models.UserError, match=r"new\.gguf .*'tomorrow'.* cannot be converted"):
+        models.resolve(str(tmp_path / "new.gguf"))
+
+
+def test_two_at_once_convert_once(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from esnode import gguf_conversion
+
+    calls = []
+
+    def convert(path: Path, folder: Path) -> None:
+        calls.append(folder)
+        time.sleep(0.2)
+        for file in source.iterdir():
+            (folder / file.name).write_bytes(file.read_bytes())
+
+    monkeypatch.setenv("ESNODE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(gguf_conversion, "convert", convert)
+    (tmp_path / "a.gguf").write_bytes(b"any")
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(models.resolve, [str(tmp_path / "a.gguf")] * 3))
+    assert len(calls) == 1 and not calls[0].exists() and len({model.path for model in found}) == 1
+    monkeypatch.setattr(gguf_conversion, "convert", lambda path, folder: 1 / 0)
+    (tmp_path / "a.gguf").write_bytes(b"other")
+    with pytest.raises(ZeroDivisionError):
+        models.resolve(str(tmp_path / "a.gguf"))
+    assert len([path for path in models.cache().iterdir() if path.is_dir()]) == 1  # nothing half-made
 
 
 def test_found_by_the_lock_alone(source: Path) -> None:

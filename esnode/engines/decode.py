@@ -94,8 +94,6 @@ class Decoder:
         self._keeps = "logits_to_keep" in known
         self._positions = "position_ids" in known
         self.broken: tuple[int, ...] = ()
-        # A strided slice of the hidden states makes torch copy the whole output matrix once per row.
-        model.get_output_embeddings().register_forward_pre_hook(_contiguous)  # type: ignore[operator, union-attr]
 
     def generate(
         self,
@@ -289,10 +287,6 @@ class Decoder:
         batch.mask = batch.mask[kept]
         batch.positions = batch.positions[kept]
         return True
-
-
-def _contiguous(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    return (inputs[0].contiguous(), *inputs[1:])
 
 
 def _require_prompts(prompts: Sequence[Sequence[int]]) -> None:

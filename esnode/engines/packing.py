@@ -22,7 +22,8 @@ class Packing:
     """The packed copies of one model's linear layers: made by `use`, gone after `drop`."""
 
     def __init__(self, model: nn.Module, allowed: bool = True) -> None:
-        self._linears = [layer for layer in model.modules() if _suits(layer)] if allowed else []
+        layers = (layer for layer in model.modules() if isinstance(layer, nn.Linear))
+        self._linears = [layer for layer in layers if allowed and _suits(layer)]
         self._packed = False
         self._equal: bool | None = None
 
@@ -66,12 +67,9 @@ class Packing:
         return True
 
 
-def _suits(layer: nn.Module) -> bool:
-    if (
-        type(layer) is not nn.Linear
-        or layer.weight.dtype != torch.bfloat16
-        or layer.weight.device.type != "cpu"
-    ):
+def _suits(layer: nn.Linear) -> bool:
+    weight = layer.weight
+    if type(layer) is not nn.Linear or weight.dtype != torch.bfloat16 or weight.device.type != "cpu":
         return False
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 
