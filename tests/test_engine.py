@@ -303,7 +303,7 @@ def test_logits_are_made_at_target_positions_only(engines: dict[str, Transformer
 
 
 def test_the_output_head_is_not_multiplied_row_by_row(engines: dict[str, TransformersEngine]) -> None:
-    """torch copies the whole matrix once per row for a strided input of a weight that requires no gradient."""
+    """torch copies the whole matrix once per row where its weight requires no gradient."""
     from torch.profiler import ProfilerActivity, profile
 
     engine = engines["llama"]
