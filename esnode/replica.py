@@ -18,7 +18,7 @@ from torch import nn
 
 from esnode import manifest
 from esnode.engines.interface import MemoryPlan
-from esnode.kernels.interface import Kernels
+from esnode.kernels.interface import Kernels, Slice
 from esnode.slicemap import Views
 from esnode.state import DTYPES, Part, State
 from protocol.ledger import Entry
@@ -69,6 +69,14 @@ class Replica:
         name = part.spec.name
         return self._views[name].view(-1) if self._direct(name) else self._scratch[: part.master.numel()]
 
+    def _slices(self) -> list[Slice]:
+        """What kernels can write directly, in one call: threads meet once and not once per tensor."""
+        return [
+            Slice(part.master, self._target(part), part.key, part.region)
+            for part in self.state.parts
+            if self._direct(part.spec.name)
+        ]
+
     def _settle(self, part: Part, written: torch.Tensor) -> None:
         """Carry what a kernel wrote into the scratch over to the parameter."""
         if not self._direct(part.spec.name):
@@ -94,16 +102,20 @@ class Replica:
     def perturb(self, seed: int, sigma: float, sign: int) -> None:
         """Live weights become round(master + sign * sigma * eps(seed)); the master is only read."""
         self.state.require_whole()
+        self._kernels.perturb_many(self._slices(), seed, sigma, sign)
         for part in self.state.parts:
-            written = self._target(part)
-            self._kernels.perturb(part.master, written, seed, part.key, part.region, sigma, sign)
-            self._settle(part, written)
+            if not self._direct(part.spec.name):
+                written = self._target(part)
+                self._kernels.perturb(part.master, written, seed, part.key, part.region, sigma, sign)
+                self._settle(part, written)
 
     def restore(self) -> None:
         """Live weights become the rounded master."""
         self.state.require_whole()
+        self._kernels.restore_many(self._slices())
         for part in self.state.parts:
-            self._restore_part(part)
+            if not self._direct(part.spec.name):
+                self._restore_part(part)
 
     def apply(self, entries: Sequence[Entry]) -> list[int]:
         """Fold ledger entries into the master in one pass; D after each. Live weights become the rounded
