@@ -21,7 +21,7 @@ from esnode import history, rebuild, report
 from esnode.begin import Request
 from esnode.folder import RunFolder, write_file
 from esnode.history import Costs, History
-from esnode.progress import clock, size
+from esnode.progress import clock, say, size
 from esnode.rebuild import Ledger, Rebuilt, Tell
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def show(outcome: Outcome, console: Console) -> None:
     console.print()
     console.print(_summary(outcome))
     console.print()
-    console.print(_next(outcome.place), highlight=False, markup=False, soft_wrap=True)
+    say(console, _next(outcome.place))
 
 
 def _answers(rows: Sequence[Comparison]) -> Table:

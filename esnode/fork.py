@@ -41,10 +41,11 @@ def fork(
         wanted, trusted=[public_key(begin.signing_seed()).hex()], parent=state, progress=tell, code=code
     )
     place = folder.create(out or _default(parent, rebuilt.round))
-    write_file(place.plan, plan.render(wanted).encode())
     _copy_ledgers(parent, place)
     write_file(place.task, data)
     write_file(place.lock, lock.to_bytes())
+    # Last: with a plan and no lock the folder would be locked again, as a run without a parent.
+    write_file(place.plan, plan.render(wanted).encode())
     return place
 
 

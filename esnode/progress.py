@@ -35,7 +35,6 @@ class Snapshot:
     status: Mapping[str, Any]
     rounds: int
     elapsed: float  # seconds since this process started
-    folder: str
     restarts: int = 0
 
     @property
@@ -62,6 +61,8 @@ def view(now: Snapshot) -> Panel:
     grid.add_row("time", _shares(now.costs))
     for name, doing in _nodes(now.status):
         grid.add_row(Text(name), Text(doing))  # names and reasons come from elsewhere: no markup
+    if now.restarts:
+        grid.add_row("restarts", f"{now.restarts} crashed processes were started again")
     hint = Text("Ctrl-C stops cleanly and keeps everything", style="dim")
     title = Text(f"{history.title}, run {history.lock.run_id.hex()[:12]}", style="bold")
     return Panel(Group(grid, hint), title=title, title_align="left", border_style="cyan")
@@ -79,6 +80,11 @@ def line(row: Round, held: HeldOut | None, costs: Costs, rounds: int) -> str:
     return "  ".join(parts)
 
 
+def say(console: Console, words: str) -> None:
+    """Print plain words: paths and names are no markup, and a long line is the terminal's to wrap."""
+    console.print(words, highlight=False, markup=False, soft_wrap=True)
+
+
 @contextmanager
 def bars(console: Console, say: bool = True) -> Iterator[Tell]:
     """A progress bar per step in a terminal; elsewhere one line per step, or nothing when not to `say` so."""
@@ -90,7 +96,7 @@ def bars(console: Console, say: bool = True) -> Iterator[Tell]:
             if what not in steps:
                 steps[what] = shown.add_task(what, total=total)
                 if say and not console.is_terminal:
-                    console.print(what, highlight=False, markup=False)
+                    say(console, what)
             shown.update(steps[what], completed=done, total=total)
 
         yield tell

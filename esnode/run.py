@@ -27,7 +27,7 @@ from esnode.board import Board
 from esnode.children import Child, ChildFailed, Children
 from esnode.folder import RunFolder
 from esnode.history import Costs, LedgerTail, Tail
-from esnode.progress import Snapshot
+from esnode.progress import Snapshot, say
 from protocol import plan
 from protocol.errors import UserError
 from protocol.lock import Lock
@@ -51,8 +51,7 @@ def run(request: Request, console: Console) -> int:
         try:
             _phases(place, request, console, descriptor)
         except KeyboardInterrupt:
-            words = f"\nStopped; everything so far is kept. Continue with:\n  {resume_command(place)}"
-            console.print(words, highlight=False, markup=False, soft_wrap=True)
+            say(console, f"\nStopped; everything so far is kept. Continue with:\n  {resume_command(place)}")
             return INTERRUPTED
         finally:
             os.close(descriptor)
@@ -91,7 +90,9 @@ def interruptible() -> Iterator[None]:
     def interrupt(_signal: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    # What is ignored was ignored on purpose: `nohup` does so with SIGHUP.
+    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, interrupt) for number in numbers}
     try:
         yield
     finally:
@@ -101,25 +102,36 @@ def interruptible() -> Iterator[None]:
 
 def _phases(place: RunFolder, request: Request, console: Console, descriptor: int) -> None:
     folder.require_space(place)
-    console.print(f"run folder {place.path}", highlight=False, markup=False, soft_wrap=True)
+    say(console, f"run folder {place.path}")
     try:
         with progress.bars(console) as tell:
             lock = begin.settle(place, request, tell)
     except UserError:
-        begin.discard(place)
+        if not request.resume:
+            begin.discard(place)
         raise
-    console.print(
-        f"run {lock.run_id.hex()[:16]}: {lock.task} on {lock.model}, {lock.members} members per round"
+    say(
+        console,
+        f"run {lock.run_id.hex()[:16]}: {lock.task} on {lock.model}, {lock.members} members per round",
     )
-    if not _ended(place):
+    if not _ended(place, request.rounds):
         _train(place, lock, request, console, descriptor)
     with progress.bars(console) as tell:
         outcome = finish.finish(place, request, tell)
     finish.show(outcome, console)
 
 
-def _ended(place: RunFolder) -> bool:
-    return place.ledger.exists() and rebuild.open_ledger(place.ledger).ended
+def _ended(place: RunFolder, wanted: int | None = None) -> bool:
+    """Whether the ledger has its END entry; RequestError when more rounds than that are `wanted`."""
+    ledger = rebuild.open_ledger(place.ledger) if place.ledger.exists() else None
+    if ledger is None or not ledger.ended:
+        return False
+    if wanted is not None and wanted > ledger.rounds:
+        raise begin.RequestError(
+            f"this run has ended after {ledger.rounds} rounds, nothing can follow. "
+            f"Train on with `esnode fork {place.path} --plan PLAN`."
+        )
+    return True
 
 
 # ---------------------------------------------------------------- training
@@ -156,7 +168,7 @@ class Watch:
         except admin.NoCoordinator:
             self.status = {}
         elapsed = time.monotonic() - self.began
-        return Snapshot(past, self.costs, self.status, self.rounds, elapsed, str(self.place.path), restarts)
+        return Snapshot(past, self.costs, self.status, self.rounds, elapsed, restarts)
 
 
 def _train(place: RunFolder, lock: Lock, request: Request, console: Console, descriptor: int) -> None:
@@ -173,6 +185,9 @@ def _train(place: RunFolder, lock: Lock, request: Request, console: Console, des
         _start(place, names, request, descriptor, children)
         _follow(watch, children, console)
         children.wait(folder.STALE_WAIT)
+    except KeyboardInterrupt:
+        say(console, "stopping coordinator and nodes")
+        raise
     finally:
         children.stop()
         watch.look(children.restarts)
@@ -220,7 +235,7 @@ def _follow(watch: Watch, children: Children, console: Console) -> None:
     _print_rounds(now, shown, console)
     if now.history.heldout:
         score = now.history.heldout[-1]
-        console.print(f"held-out {score.mean:.4f} after {score.round} rounds", highlight=False)
+        say(console, f"held-out {score.mean:.4f} after {score.round} rounds")
 
 
 def _looks(watch: Watch, children: Children) -> Iterator[Snapshot]:
@@ -243,7 +258,5 @@ def _print_rounds(now: Snapshot, shown: int, console: Console) -> int:
     """Print the rounds that closed since; returns how many have been printed."""
     held = {score.round: score for score in now.history.heldout}
     for row in now.history.rounds[shown:]:
-        console.print(
-            progress.line(row, held.get(row.round), now.costs, now.rounds), highlight=False, soft_wrap=True
-        )
+        say(console, progress.line(row, held.get(row.round), now.costs, now.rounds))
     return len(now.history.rounds)

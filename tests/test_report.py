@@ -253,7 +253,7 @@ def snapshot(scribe: Scribe, status: dict[str, Any]) -> Snapshot:
     costs.add_unit(unit_row(time=30.0))
     for number in range(6):
         costs.add_metric(commit_row(number))
-    return Snapshot(history.of_chain(scribe.chain), costs, status, 10, 75.0, "runs/x")
+    return Snapshot(history.of_chain(scribe.chain), costs, status, 10, 75.0)
 
 
 def test_the_view_shows_what_a_watcher_wants_to_know(scribe: Scribe) -> None:
@@ -274,11 +274,11 @@ def test_the_view_shows_what_a_watcher_wants_to_know(scribe: Scribe) -> None:
 
 def test_the_view_of_a_run_that_has_not_begun() -> None:
     empty = history.of_chain(Scribe(make_lock()).chain)
-    shown = text_of(progress.view(Snapshot(empty, Costs(), {}, 10, 0.0, "runs/x")))
+    shown = text_of(progress.view(Snapshot(empty, Costs(), {}, 10, 0.0)))
     assert "first round is being measured" in shown and "does not answer yet" in shown
     paused = {**STATUS, "state": "paused", "reason": "no node has joined yet", "nodes": []}
     assert "paused: no node has joined yet" in text_of(
-        progress.view(Snapshot(empty, Costs(), paused, 10, 0.0, "runs/x"))
+        progress.view(Snapshot(empty, Costs(), paused, 10, 0.0))
     )
 
 

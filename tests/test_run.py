@@ -19,7 +19,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from esnode import run
+from esnode.begin import Request, RequestError
 from esnode.folder import RunFolder, busy
 from protocol import keys, ledger
 from tests import runs
@@ -51,16 +54,20 @@ class Toy:
             path, names=(), rounds=ROUNDS, repeatable=True, task_options={"seconds": SECONDS, **options}
         )
 
-    def start(self, nodes: int = 2) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "tests.toy_run", str(self.place.path), str(nodes)]
-        return subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+    def start(self, nodes: int = 2, cwd: Path = ROOT) -> subprocess.Popen[str]:
+        """As the installed command: nothing is imported from the working directory."""
+        command = [sys.executable, "-P", "-m", "tests.toy_run", str(self.place.path), str(nodes)]
+        return subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     def finish(self, nodes: int = 2) -> str:
         """Run to the end; what was printed."""
         process = self.start(nodes)
-        printed, _ = process.communicate(timeout=PATIENCE)
+        try:
+            printed, _ = process.communicate(timeout=PATIENCE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            logs = [path.read_text()[-3000:] for path in sorted((self.place.path / "logs").iterdir())]
+            pytest.fail("hangs; the logs end with\n" + "\n".join(logs))
         assert process.returncode == 0, printed
         return printed
 
@@ -117,6 +124,33 @@ def test_a_run_to_the_end(tmp_path: Path) -> None:
         assert path.exists()
     assert not busy(toy.place)
     assert f"round {ROUNDS}/" not in toy.finish(), "nothing is left to train"
+
+
+def test_files_of_the_users_are_not_taken_for_modules(tmp_path: Path, unbroken: int) -> None:
+    for name in ("coordinator", "esnode", "protocol"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise RuntimeError('not me')")
+    (tmp_path / "random.py").write_text("raise RuntimeError('nor me')")
+    toy = Toy(tmp_path / "run")
+    printed, _ = toy.start(cwd=tmp_path).communicate(timeout=PATIENCE)
+    assert toy.digest == unbroken, printed
+
+
+def test_more_rounds_than_the_run_had_are_refused_once_it_ended(tmp_path: Path) -> None:
+    toy = Toy(tmp_path / "run")
+    toy.finish()
+    with pytest.raises(RequestError, match=f"ended after {ROUNDS} rounds.*esnode fork"):
+        run.run(Request(out=toy.place.path, resume=True, rounds=ROUNDS + 1), Console())
+
+
+def test_fewer_or_more_rounds_while_it_lasts(tmp_path: Path) -> None:
+    toy = Toy(tmp_path / "run")
+    process = toy.start()
+    until(lambda: toy.entries > 5, "a few rounds")
+    text = toy.place.plan.read_text()
+    toy.place.plan.write_text(text.replace(f"rounds = {ROUNDS}", f"rounds = {ROUNDS + 4}"))
+    process.communicate(timeout=PATIENCE)
+    assert ledger.read(toy.place.ledger).chain.round == ROUNDS + 4
 
 
 def kill_and_resume(toy: Toy, moments: list[float]) -> None:
