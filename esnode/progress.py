@@ -86,8 +86,8 @@ def say(console: Console, words: str) -> None:
 
 
 @contextmanager
-def bars(console: Console, say: bool = True) -> Iterator[Tell]:
-    """A progress bar per step in a terminal; elsewhere one line per step, or nothing when not to `say` so."""
+def bars(console: Console, lines: bool = True) -> Iterator[Tell]:
+    """A progress bar per step in a terminal; elsewhere one line per step, or nothing without `lines`."""
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
     with Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal) as shown:
         steps: dict[str, TaskID] = {}
@@ -95,7 +95,7 @@ def bars(console: Console, say: bool = True) -> Iterator[Tell]:
         def tell(what: str, done: int, total: int) -> None:
             if what not in steps:
                 steps[what] = shown.add_task(what, total=total)
-                if say and not console.is_terminal:
+                if lines and not console.is_terminal:
                     say(console, what)
             shown.update(steps[what], completed=done, total=total)
 

@@ -37,7 +37,7 @@ def told() -> AbstractContextManager[Tell]:
 
     from esnode import progress
 
-    return progress.bars(Console(stderr=True), say=False)
+    return progress.bars(Console(stderr=True), lines=False)
 
 
 @click.command()
@@ -92,7 +92,10 @@ def show(ledger: Path, as_json: bool, to: Path | None) -> None:
         console = Console()
         console.print(f"{past.title}, run {opened.lock.run_id.hex()[:16]}, {opened.state}")
         console.print(report.rounds_table(past))
-        console.print(report.sketch(past))
+        if len(past.rounds) > 1:
+            console.print(report.sketch(past))
+        if to:
+            console.print(f"plot: {to}")
     damage = damage_of(opened)
     if damage:
         click.echo(f"esnode: {damage}", err=True)
