@@ -1,4 +1,4 @@
-# Two commands matter: `make run` trains the demo model here and now, `make test` checks the tree.
+# Two commands matter: `make run` trains the demo model here and now, `make test` runs the quick tests.
 # `make setup` builds .venv first; both do it by themselves.
 
 PYTHON ?= python3

@@ -230,13 +230,25 @@ def show(report: dict[str, Any], console: Console) -> None:
     machine.add_row("packages", ", ".join(packages))
     console.print(machine)
     kernels = Table(title="Kernels (million weights per second)", title_justify="left")
-    for column in ("kernel", "self-test", "start", "threads", "perturb", "restore", "update, per member"):
+    for column in (
+        "kernel",
+        "self-test",
+        "compiled in",
+        "threads",
+        "perturb",
+        "restore",
+        "update, per member",
+    ):
         kernels.add_column(column, justify="left" if column in ("kernel", "self-test") else "right")
     for name, kernel in report["kernels"].items():
         start = f"{kernel['start_seconds']:.1f} s" if kernel["usable"] else ""
         first = [name, kernel["selftest"], start]
         for threads, speeds in kernel.get("speeds", {"": {}}).items():
-            kernels.add_row(*first, threads, *(f"{value:,.0f}" for value in speeds.values()))
+            kernels.add_row(
+                *first,
+                threads,
+                *(f"{value:,.0f}" if value >= 10 else f"{value:.2g}" for value in speeds.values()),
+            )
             first = ["", "", ""]
     if report["kernels"]:
         console.print(kernels)

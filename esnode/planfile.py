@@ -117,7 +117,7 @@ def _elements(shape: tuple[int, ...]) -> int:
     return count
 
 
-def resolve(path: Path, out: Path, data_out: Path | None, tell: Tell) -> Lock:
+def resolve(path: Path, out: Path, data_out: Path | None, tell: Tell, *, code: Path | None = None) -> Lock:
     """Resolve a plan with this user's signing key, as `esnode run` does; write the lock and the task's data.
 
     A file that is already there is only replaced by the same bytes.
@@ -127,7 +127,8 @@ def resolve(path: Path, out: Path, data_out: Path | None, tell: Tell) -> Lock:
     from protocol.entries import public_key
 
     plan = read_plan(path)
-    lock, data, _ = locking.resolve(plan, trusted=[public_key(signing_seed()).hex()], progress=tell)
+    trusted = [public_key(signing_seed()).hex()]
+    lock, data, _ = locking.resolve(plan, trusted=trusted, progress=tell, code=code)
     _write(out, lock_from_bytes(lock.to_bytes()).to_bytes())  # what cannot be read back is never written
     if data_out is not None:
         _write(data_out, data)

@@ -104,10 +104,10 @@ def template(task: str = DEFAULT_TASK, model: str = "demo") -> str:
 def _preset(task: str) -> tuple[str, dict[str, Any]]:
     name, colon, argument = task.partition(":")
     if name not in _PRESETS:
-        near = difflib.get_close_matches(name, _PRESETS, 1)
+        near = difflib.get_close_matches(name, _PRESETS, 1, cutoff=0.75)
         known = ", ".join(f"{key}:{_ARGUMENT[key]}" if key in _ARGUMENT else key for key in _PRESETS)
         raise PlanError(
-            f"run.task = {task!r}: {f'did you mean {near[0]}?' if near else f'must be one of {known}'}"
+            f"run.task = {task!r}: {f'did you mean {near[0]}? It ' if near else ''}must be one of {known}"
         )
     if bool(argument) != (name in _ARGUMENT) or (colon and not argument):
         form = f"{name}:{_ARGUMENT[name]}" if name in _ARGUMENT else name

@@ -442,7 +442,7 @@ def test_plan_lock_writes_what_can_be_read_back(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("ESNODE_CONFIG", str(tmp_path / "config"))
     asked: list[Any] = []
 
-    def resolve(plan: Plan, *, trusted: list[str], progress: Any) -> tuple[Lock, bytes, None]:
+    def resolve(plan: Plan, *, trusted: list[str], progress: Any, code: Any) -> tuple[Lock, bytes, None]:
         asked.append((plan, trusted))
         return small_lock(trusted=tuple(trusted), members=plan.members), b"data\n", None
 

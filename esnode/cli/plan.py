@@ -70,7 +70,10 @@ def show(file: Path, as_json: bool) -> None:
     metavar="PATH",
     help="Where the task's data goes [default: nowhere].",
 )
-def lock(file: Path, out: Path, data: Path | None) -> None:
+@click.option(
+    "--code", type=click.Path(path_type=Path, file_okay=False), help="Folder of a python: task's file."
+)
+def lock(file: Path, out: Path, data: Path | None, code: Path | None) -> None:
     """Resolve the plan FILE into the lock that defines a run, and print the run id.
 
     Reads the model and the task, so it needs the node extra. `esnode run` does this by itself; a coordinator
@@ -84,5 +87,5 @@ def lock(file: Path, out: Path, data: Path | None) -> None:
     from esnode.cli.ledger import told
 
     with told() as tell:
-        resolved = planfile.resolve(file, out, data, tell)
+        resolved = planfile.resolve(file, out, data, tell, code=code)
     click.echo(resolved.run_id.hex())
