@@ -74,7 +74,7 @@ def _compare(
     base = rebuild.start(ledger, threads=request.threads * request.nodes, tell=tell)
     task = tasks.open_task(lock.task, lock.task_options, place.task.read_bytes(), code=request.code)
     prepared = prompts.prepare(base.model.path, task, lock.date)
-    chosen = range(min(SHOWN, lock.heldout_prompts))
+    chosen = _spread(lock.heldout_prompts)
     before = _greedy(base.engine, prepared, chosen)
     rebuilt = rebuild.advance(base, ledger.rounds, tell)
     after = _greedy(rebuilt.engine, prepared, chosen)
@@ -84,6 +84,12 @@ def _compare(
         place.answers, json.dumps([asdict(row) for row in rows], ensure_ascii=False, indent=1).encode()
     )
     return rebuilt, rows
+
+
+def _spread(prompts: int) -> list[int]:
+    """Up to `SHOWN` prompts, evenly spaced: neighbours are often alike."""
+    count = min(SHOWN, prompts)
+    return [number * prompts // count for number in range(count)]
 
 
 def _greedy(engine: Engine, prepared: Prepared, chosen: Sequence[int]) -> list[str]:
@@ -153,7 +159,6 @@ def summary(past: History, costs: Costs) -> list[tuple[str, str]]:
 def _spent(past: History, costs: Costs) -> list[tuple[str, str]]:
     if not costs.units or not past.rounds:
         return []
-    members = sum(row.members for row in past.rounds)
     seconds = sum(costs.round_seconds)
     total = sum(costs.bytes_by_type.values())
     shares = costs.shares
@@ -162,7 +167,10 @@ def _spent(past: History, costs: Costs) -> list[tuple[str, str]]:
         ("speed", f"{costs.tokens / max(seconds, 1e-9):.0f} tokens/s, all nodes together"),
         ("shares", ", ".join(f"{name} {share:.1%}" for name, share in shares.items())),
         ("", f"{1 - shares['generate']:.1%} of the nodes' time is not generation"),
-        ("traffic", f"{size(total)} in all, {size(total / members)} per member, and no weights"),
+        (
+            "traffic",
+            f"{size(total)} in all, {size(costs.unit_bytes / costs.units)} for a unit; no weights",
+        ),
     ]
     if costs.floored:
         rows.append(("scorer", f"{costs.floored} answers got the task's floor because their scorer failed"))

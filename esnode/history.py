@@ -120,7 +120,7 @@ class Costs:
     update_each: float = 0.0  # of one node, the median of all
     nodes: set[str] = field(default_factory=set)
     bytes_by_type: Counter[str] = field(default_factory=Counter)
-    members_bytes: int = 0  # Assign, Result and Ack of member units: what one more member costs
+    unit_bytes: int = 0  # Assign, Result and Ack of all units
     round_seconds: list[float] = field(default_factory=list)
     first_time: float | None = None
     last_time: float | None = None
@@ -135,7 +135,7 @@ class Costs:
         self.perturb += perturb
         self.generate += generate
         self.score += score
-        self.members_bytes += sum(row.get("bytes", {}).values())
+        self.unit_bytes += sum(row.get("bytes", {}).values())
         self._seen(row["time"])
 
     def add_metric(self, row: Mapping[str, Any]) -> None:

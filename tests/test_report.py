@@ -175,7 +175,7 @@ def test_costs_add_up() -> None:
     costs.add_unit(unit_row(node="node-2", time=14.0, floored=2))
     costs.add_metric(commit_row(0))
     costs.add_metric({"kind": "score", "time": 30.0})
-    assert (costs.tokens, costs.floored, costs.members_bytes) == (200, 2, 440)
+    assert (costs.tokens, costs.floored, costs.unit_bytes) == (200, 2, 440)
     assert costs.update == 40, "two nodes, each of which applied the commit"
     assert sum(costs.shares.values()) == pytest.approx(1.0)
     assert costs.shares["generate"] == pytest.approx(1800 / 1960)
@@ -315,7 +315,7 @@ def test_summary_of_a_finished_folder(scribe: Scribe, tmp_path: Path) -> None:
     rows = dict(finish.summary(history.of_chain(scribe.chain), history.costs_of(place)))
     assert rows["rounds"] == "6, with 4 members each"
     assert rows["held-out"].startswith("-7.5000 to -1.5000")
-    assert rows["traffic"] == "3.6 KB in all, 150 B per member, and no weights"
+    assert rows["traffic"] == "3.6 KB in all, 220 B for a unit; no weights"
     assert "generate" in rows["shares"] and rows["time"].startswith("0:12")
 
 
