@@ -2,8 +2,8 @@
 
 Pure. Both decisions return what to do and why. Members go out whole while there are enough of them; where the
 plan makes results independent of batching (`repeatable`) the tail is split by chunk, otherwise a member stays
-one unit, so that a resumed run finds the same rewards. A probe always goes out chunk by chunk. Called by
-`machine.py`.
+one unit, so that a resumed run finds the same rewards. A probe moves no weights: it goes out in even shares.
+Called by `machine.py`.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def next_unit(
     round: Round, lock: Lock, node: Node, ready: int, others: Sequence[int]
 ) -> tuple[Unit | None, str]:
     """Work nobody holds yet. `ready`: nodes that may take units; `others`: roster numbers of all alive."""
-    if round.probe and not round.probe.void and not _spared(round.probe, node, others):
-        for k, value in enumerate(round.probe.sums):
-            if value is None and not round.probe.leases[k]:
-                return Unit(round.number, Kind.PROBE, 0, k, k), "held-out chunk"
+    probe = round.probe
+    if probe and probe.free and not _spared(probe, node, others):
+        first, last = _free_run(probe, -(-len(probe.sums) // max(ready, 1)))
+        return Unit(round.number, Kind.PROBE, 0, first, last), "held-out prompts, an even share"
     if not round.free:
         return None, "every chunk is in or in work"
     width = _width(round, lock, ready)

@@ -253,12 +253,17 @@ def test_a_member_stays_whole_where_batches_may_change_answers() -> None:
     assert leases.next_unit(round, lock, node(lock, "a", 0), 50, (0,))[0] == member(0)
 
 
-def test_a_probe_goes_out_first_and_chunk_by_chunk() -> None:
+def test_a_probe_goes_out_first_and_in_even_shares() -> None:
     lock, _, round = opened({"eval_every": 1}, members=4, repeatable=False)
     a = node(lock, "a", 0)
-    unit, _ = leases.next_unit(round, lock, a, 1, (0,))
+    assert leases.next_unit(round, lock, a, 1, (0,))[0] == Unit(0, Kind.PROBE, 0, 0, 1)
+    unit, _ = leases.next_unit(round, lock, a, 2, (0, 1))
     assert unit == Unit(0, Kind.PROBE, 0, 0, 0)
-    assert leases.next_unit(rounds.lease(round, unit, 1), lock, a, 1, (0,))[0] == Unit(0, Kind.PROBE, 0, 1, 1)
+    assert leases.next_unit(rounds.lease(round, unit, 1), lock, a, 2, (0, 1))[0] == Unit(
+        0, Kind.PROBE, 0, 1, 1
+    )
+    round = rounds.lease(round, Unit(0, Kind.PROBE, 0, 0, 1), 1)
+    assert leases.next_unit(round, lock, a, 2, (0, 1))[0] == member(0)
 
 
 def test_a_failed_member_goes_to_a_node_that_has_not_tried() -> None:
