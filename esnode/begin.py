@@ -14,7 +14,7 @@ from pathlib import Path
 from esnode import planfile
 from esnode.folder import RunFolder, write_file
 from esnode.rebuild import Tell
-from protocol import keys, plan
+from protocol import keys, ledger, plan
 from protocol.entries import public_key
 from protocol.errors import UserError
 from protocol.lock import Lock, lock_from_bytes
@@ -78,7 +78,9 @@ def settle(folder: RunFolder, request: Request, tell: Tell) -> Lock:
         write_file(folder.plan, draft(request).encode())
     else:
         _adjust(folder, request)
-    lock = lock_of(folder) if folder.lock.exists() else _lock(folder, request.code, tell)
+    lock = (
+        lock_of(folder) if folder.lock.exists() else _recovered(folder) or _lock(folder, request.code, tell)
+    )
     folder.coordinator.mkdir(exist_ok=True)
     keys.write_signing(folder.coordinator / "signing.key", signing_seed())
     return lock
@@ -101,6 +103,17 @@ def _adjust(folder: RunFolder, request: Request) -> None:
     written = plan.parse(folder.plan.read_text(encoding="utf-8"))
     if written.ops.rounds != request.rounds:
         write_file(folder.plan, plan.render(plan.changed(written, rounds=request.rounds)).encode())
+
+
+def _recovered(folder: RunFolder) -> Lock | None:
+    """A lost lock.json, from the ledger's first entry; None where no ledger was begun."""
+    if not folder.ledger.exists():
+        return None
+    chain = ledger.read(folder.ledger).chain
+    if not chain.height:
+        return None
+    write_file(folder.lock, chain.lock.to_bytes())
+    return chain.lock
 
 
 def _lock(folder: RunFolder, code: Path | None, tell: Tell) -> Lock:

@@ -7,6 +7,7 @@ round twice. Called by `run.py`.
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,11 +19,13 @@ class Board:
     """Writes what is new at each `update`."""
 
     def __init__(self, folder: RunFolder) -> None:
-        from tensorboardX import SummaryWriter
+        # Not SummaryWriter: it writes on a thread of its own, where a full disk ends in a stray traceback.
+        from tensorboardX.event_file_writer import EventsWriter
 
         if folder.tensorboard.exists():
             shutil.rmtree(folder.tensorboard)
-        self._writer = SummaryWriter(str(folder.tensorboard))
+        folder.tensorboard.mkdir()
+        self._writer = EventsWriter(str(folder.tensorboard / "events"))
         self._rounds = 0
         self._scores = 0
 
@@ -54,8 +57,12 @@ class Board:
         self._add(values, score.round, moment)
 
     def _add(self, values: Mapping[str, Any], step: int, moment: float | None) -> None:
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.summary import scalar
+
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step, walltime=moment)
+            event = Event(wall_time=moment or time.time(), step=step, summary=scalar(name, value))
+            self._writer.write_event(event)
 
     def close(self) -> None:
         self._writer.close()

@@ -8,6 +8,7 @@ coordinator's journal, and this process keeps nothing that matters. Called by `c
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import time
 from collections.abc import Iterator
@@ -21,14 +22,14 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live
 
-from esnode import admin, begin, finish, folder, progress, rebuild
+from esnode import admin, begin, finish, folder, progress
 from esnode.begin import Request
 from esnode.board import Board
 from esnode.children import Child, ChildFailed, Children
 from esnode.folder import RunFolder
 from esnode.history import Costs, LedgerTail, Tail
 from esnode.progress import Snapshot, say
-from protocol import plan
+from protocol import ledger, plan
 from protocol.errors import UserError
 from protocol.lock import Lock
 
@@ -51,7 +52,10 @@ def run(request: Request, console: Console) -> int:
         try:
             _phases(place, request, console, descriptor)
         except KeyboardInterrupt:
-            say(console, f"\nStopped; everything so far is kept. Continue with:\n  {resume_command(place)}")
+            say(
+                console,
+                f"\nStopped; everything so far is kept. Continue with:\n  {resume_command(place, request)}",
+            )
             return INTERRUPTED
         finally:
             os.close(descriptor)
@@ -66,7 +70,7 @@ def choose(request: Request) -> RunFolder:
     task = plan.parse(begin.draft(request)).task  # refuses a bad plan before anything is created
     if request.out is not None:
         return folder.create(request.out)
-    name = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in Path(task).stem)
+    name = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in Path(task).stem)[:60]
     return folder.create(RUNS / f"{name}-{datetime.now():%Y%m%d-%H%M%S}")
 
 
@@ -78,9 +82,18 @@ def newest(runs: Path) -> Path:
     return max(found, key=lambda path: max(entry.stat().st_mtime for entry in path.iterdir()))
 
 
-def resume_command(place: RunFolder) -> str:
-    """What to type to continue."""
-    return f"esnode run --resume --out {place.path}"
+def resume_command(place: RunFolder, request: Request) -> str:
+    """What to type to continue in the same way."""
+    words = ["esnode", "run", "--resume", "--out", str(place.path)]
+    if request.code is not None:
+        words += ["--code", str(request.code)]
+    for flag, value, default in (
+        ("--nodes", request.nodes, Request.nodes),
+        ("--threads", request.threads, Request.threads),
+    ):
+        if value != default:
+            words += [flag, str(value)]
+    return shlex.join(words)
 
 
 @contextmanager
@@ -114,21 +127,31 @@ def _phases(place: RunFolder, request: Request, console: Console, descriptor: in
         console,
         f"run {lock.run_id.hex()[:16]}: {lock.task} on {lock.model}, {lock.members} members per round",
     )
-    if not _ended(place, request.rounds):
+    if not _ended(place, lock, request.rounds):
         _train(place, lock, request, console, descriptor)
     with progress.bars(console) as tell:
         outcome = finish.finish(place, request, tell)
     finish.show(outcome, console)
 
 
-def _ended(place: RunFolder, wanted: int | None = None) -> bool:
-    """Whether the ledger has its END entry; RequestError when more rounds than that are `wanted`."""
-    ledger = rebuild.open_ledger(place.ledger) if place.ledger.exists() else None
-    if ledger is None or not ledger.ended:
+def _ended(place: RunFolder, lock: Lock, wanted: int | None = None) -> bool:
+    """Whether the ledger has its END entry; RequestError when more rounds than that are `wanted`.
+
+    A ledger that a crash cut anywhere is not ended: the coordinator repairs it from its journal.
+    """
+    if not place.ledger.exists():
         return False
-    if wanted is not None and wanted > ledger.rounds:
+    reading = ledger.read(place.ledger)
+    if reading.chain.height and reading.chain.lock.run_id != lock.run_id:
+        raise folder.FolderError(
+            f"{place.ledger} is the ledger of another run than {place.lock}. "
+            "Move it away; this run's own is written again from its journal."
+        )
+    if not reading.ended:
+        return False
+    if wanted is not None and wanted > reading.chain.round:
         raise begin.RequestError(
-            f"this run has ended after {ledger.rounds} rounds, nothing can follow. "
+            f"this run has ended after {reading.chain.round} rounds, nothing can follow. "
             f"Train on with `esnode fork {place.path} --plan PLAN`."
         )
     return True
@@ -148,6 +171,7 @@ class Watch:
     units: Tail
     metrics: Tail
     board: Board
+    resume: str  # the command that continues this run
     costs: Costs = field(default_factory=Costs)
     times: dict[int, float] = field(default_factory=dict)
     began: float = field(default_factory=time.monotonic)
@@ -178,7 +202,14 @@ def _train(place: RunFolder, lock: Lock, request: Request, console: Console, des
     begin.admit(place, names)
     board = Board(place)
     watch = Watch(
-        place, lock, rounds, LedgerTail(place.ledger, lock), Tail(place.units), Tail(place.metrics), board
+        place,
+        lock,
+        rounds,
+        LedgerTail(place.ledger, lock),
+        Tail(place.units),
+        Tail(place.metrics),
+        board,
+        resume_command(place, request),
     )
     children = Children()
     try:
@@ -192,9 +223,9 @@ def _train(place: RunFolder, lock: Lock, request: Request, console: Console, des
         children.stop()
         watch.look(children.restarts)
         board.close()
-    if not _ended(place):
+    if not _ended(place, lock):
         raise RunStopped(
-            f"the coordinator was stopped before the last round. Continue with `{resume_command(place)}`."
+            f"the coordinator was stopped before the last round. Continue with `{watch.resume}`."
         )
 
 
@@ -249,7 +280,7 @@ def _looks(watch: Watch, children: Children) -> Iterator[Snapshot]:
         if all(node.code == 0 for node in nodes):
             alone_since = alone_since or now
             if now - alone_since > ALONE_SECONDS:
-                raise RunStopped(f"all nodes have left. Continue with `{resume_command(watch.place)}`.")
+                raise RunStopped(f"all nodes have left. Continue with `{watch.resume}`.")
         yield watch.look(children.restarts)
         time.sleep(LOOK_SECONDS)
 

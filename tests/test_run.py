@@ -71,6 +71,20 @@ class Toy:
         assert process.returncode == 0, printed
         return printed
 
+    def kill_all(self, process: subprocess.Popen[str]) -> None:
+        """kill -9 of every process of the run at once."""
+        victims = [process.pid, *(self.pid(name) for name in ("coordinator", "node-1", "node-2"))]
+        for victim in filter(None, victims):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(victim, signal.SIGKILL)
+        process.communicate()
+
+    def start_and_kill(self, entries: int) -> None:
+        """Let the run write more than so many ledger entries, then kill everything."""
+        process = self.start()
+        until(lambda: self.entries > entries, "a few entries")
+        self.kill_all(process)
+
     @property
     def entries(self) -> int:
         return ledger.read(self.place.ledger).chain.height if self.place.ledger.exists() else 0
@@ -161,6 +175,48 @@ def kill_and_resume(toy: Toy, moments: list[float]) -> None:
         process.kill()
         process.communicate()
     toy.finish()
+
+
+@pytest.mark.parametrize("kept", [0, 1, 8, 40])
+def test_a_ledger_cut_anywhere_is_repaired_from_the_journal(tmp_path: Path, unbroken: int, kept: int) -> None:
+    """Also before its first entry: everything was killed between the file's creation and that."""
+    toy = Toy(tmp_path / "run")
+    toy.start_and_kill(3)
+    toy.place.ledger.write_bytes(toy.place.ledger.read_bytes()[:kept])
+    toy.finish()
+    assert toy.digest == unbroken
+
+
+def test_a_lost_lock_is_the_ledgers_first_entry(tmp_path: Path, unbroken: int) -> None:
+    toy = Toy(tmp_path / "run")
+    toy.start_and_kill(3)
+    written = toy.place.lock.read_bytes()
+    toy.place.lock.unlink()
+    toy.finish()
+    assert toy.place.lock.read_bytes() == written and toy.place.plan.exists()
+    assert toy.digest == unbroken
+
+
+def test_the_ledger_of_another_run_does_not_end_this_one(tmp_path: Path, unbroken: int) -> None:
+    other = Toy(tmp_path / "other", noise="another task")
+    other.finish()
+    toy = Toy(tmp_path / "run")
+    toy.start_and_kill(3)
+    mine = toy.place.ledger.read_bytes()
+    toy.place.ledger.write_bytes(other.place.ledger.read_bytes())
+    printed, _ = toy.start().communicate(timeout=PATIENCE)
+    assert "another run" in printed and "finished" not in printed
+    toy.place.ledger.write_bytes(mine)
+    toy.finish()
+    assert toy.digest == unbroken
+
+
+def test_the_command_that_continues_is_complete(tmp_path: Path) -> None:
+    place = RunFolder(tmp_path / "a folder")
+    plain = run.resume_command(place, Request())
+    assert plain == f"esnode run --resume --out '{place.path}'"
+    whole = run.resume_command(place, Request(code=Path("my tasks"), nodes=3, threads=2))
+    assert whole == plain + " --code 'my tasks' --nodes 3 --threads 2"
 
 
 def test_killed_at_random_moments_it_resumes_to_the_same_bits(tmp_path: Path, unbroken: int) -> None:

@@ -332,6 +332,11 @@ def test_python_code_is_pinned(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
         ("bad.py", "def items(): return []\ndef score(i, t): return 0", "must return .train, heldout."),
         ("bad.py", "def items(): return [], []\ndef score(i, t): return 0", "no train items"),
         ("bad.py", "LOW, HIGH = 1, 0", "must be below HIGH"),
+        ("bad.py", "LOW = 'x'", "LOW = 'x' must be a finite number"),
+        ("bad.py", "HIGH = float('inf')", "HIGH = inf must be a finite number"),
+        ("bad.py", "MAX_NEW_TOKENS = 'many'", "MAX_NEW_TOKENS = 'many' must be a finite number"),
+        ("bad.py", "import sys; sys.exit(0)", "cannot be loaded: SystemExit"),
+        ("bad.py", "def items(): 1/0\ndef score(i, t): return 0", "items.. failed: ZeroDivisionError"),
         ("bad.py", "def items(): return [{'a': {1}}], [{}]\ndef score(i, t): return 0", "not plain JSON"),
     ],
 )

@@ -124,6 +124,8 @@ def explain(error: OSError) -> str | None:
         return f"the file system is read-only{where}. Choose another folder."
     if error.errno in (errno.EACCES, errno.EPERM):
         return f"no permission to write or read{where}. Change its owner or mode, or choose another folder."
+    if error.errno == errno.ENAMETOOLONG:
+        return f"a name is too long for this file system{where}. Choose a shorter one."
     return None
 
 

@@ -12,6 +12,7 @@ if its SHA-256 is the one that plan and lock pin. Scoring runs in the scoring pr
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -65,16 +66,16 @@ class PythonTask(Task):
     def settle(cls, argument: str, options: Mapping[str, Any]) -> dict[str, Any]:
         path = Path(argument)
         module = _load(path, options["code"])
-        low = float(getattr(module, "LOW", options["low"]))
-        high = float(getattr(module, "HIGH", options["high"]))
+        low = float(_number(path, module, "LOW", options["low"]))
+        high = float(_number(path, module, "HIGH", options["high"]))
         if not low < high:
             raise TaskError(f"{path}: LOW = {low} must be below HIGH = {high}")
         declared = {
             "code": _digest(_pinned(path, options["code"])),
             "low": low,
             "high": high,
-            "max_new_tokens": int(getattr(module, "MAX_NEW_TOKENS", options["max_new_tokens"])),
-            "max_turns": int(getattr(module, "MAX_TURNS", options["max_turns"])),
+            "max_new_tokens": int(_number(path, module, "MAX_NEW_TOKENS", options["max_new_tokens"])),
+            "max_turns": int(_number(path, module, "MAX_TURNS", options["max_turns"])),
         }
         return {**options, **declared}
 
@@ -86,7 +87,10 @@ class PythonTask(Task):
                 needed == "score" and hasattr(module, "reply")
             ):
                 raise TaskError(f"{argument} defines no function {needed}()")
-        made = module.items()
+        try:
+            made = module.items()
+        except (Exception, SystemExit) as error:
+            raise TaskError(f"{argument}: items() failed: {type(error).__name__}: {error}") from error
         if not isinstance(made, tuple) or len(made) != 2:
             raise TaskError(f"{argument}: items() must return (train, heldout), two lists of objects")
         start = getattr(module, "start", None)
@@ -146,6 +150,14 @@ def _load(path: Path, pinned: str) -> ModuleType:
     sys.modules[module.__name__] = module  # dataclasses and type hints look their module up
     try:
         exec(compile(content, str(path), "exec"), module.__dict__)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TaskError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
     return module
+
+
+def _number(path: Path, module: ModuleType, name: str, usual: float) -> float:
+    """A constant of the user's file, or the usual value. TaskError when it is no finite number."""
+    given = getattr(module, name, usual)
+    if isinstance(given, bool) or not isinstance(given, int | float) or not math.isfinite(given):
+        raise TaskError(f"{path}: {name} = {given!r} must be a finite number")
+    return given
