@@ -163,8 +163,9 @@ def standing(node: Node, round: int, now: float) -> tuple[str, str]:
     if node.number is None:
         return NEW, "waits for its roster entry"
     if node.applied < round - 1:
-        at = "an unknown round" if node.applied < 0 else f"round {node.applied}"
-        return BEHIND, f"its replica is at {at}, the run at {round}"
+        if node.applied < 0:
+            return BEHIND, f"it has not rebuilt its replica of round {round} yet"
+        return BEHIND, f"its replica is at round {node.applied}, the run at {round}"
     if node.stalled:
         return STALLED, f"member {node.stalled[0].member} stands still at {node.stalled[1] / 10:.0f}%"
     return READY, f"at round {node.applied}"

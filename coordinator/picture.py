@@ -55,7 +55,7 @@ def _state(state: State) -> tuple[str, str]:
     stands = [membership.standing(node, state.round.number, state.now) for node in state.nodes.values()]
     if not any(word == READY for word, _ in stands):
         if not stands:
-            return "paused", "no node has joined yet"
+            return "paused", "no node has joined yet (a node loads its model first)"
         return "paused", "no node is ready: " + ", ".join(sorted(f"{word} ({why})" for word, why in stands))
     if state.round.probe is not None and not state.round.unsettled:
         return "running", "the held-out probe is not in yet"

@@ -59,7 +59,7 @@ def view(now: Snapshot) -> Panel:
     grid.add_row("speed", _speed(now))
     grid.add_row("traffic", _traffic(now))
     grid.add_row("time", _shares(now.costs))
-    for name, doing in _nodes(now.status):
+    for name, doing in _nodes(now):
         grid.add_row(Text(name), Text(doing))  # names and reasons come from elsewhere: no markup
     if now.restarts:
         grid.add_row("restarts", f"{now.restarts} crashed processes were started again")
@@ -178,9 +178,10 @@ def _shares(costs: Costs) -> str:
     return ", ".join(f"{name} {shares[name]:.0%}" for name in STAGES) if shares else "-"
 
 
-def _nodes(status: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _nodes(now: Snapshot) -> list[tuple[str, str]]:
+    status = now.status
     if not status:
-        return [("", "the coordinator does not answer yet")]
+        return [("", "training has ended" if now.history.ended else "the coordinator does not answer yet")]
     rows = [(str(node["name"]), node_words(node)) for node in status["nodes"]]
     if status["state"] != "running":
         rows.insert(0, ("state", f"{status['state']}: {status['reason']}"))

@@ -46,7 +46,7 @@ def test_first_start_takes_a_term_and_appends_the_lock() -> None:
     assert isinstance(entry, ce.EntryAppended) and entry.height == 0
     lock = desk.appended[0]
     assert (lock.kind, lock.term, lock.nonce, lock.digest) == (EntryKind.LOCK, 1, NONCE, desk.lock.digest)
-    assert machine.status(desk.state)["reason"] == "no node has joined yet"
+    assert machine.status(desk.state)["reason"].startswith("no node has joined yet")
 
 
 def test_a_key_the_run_does_not_trust_stops() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -276,6 +276,8 @@ def test_the_view_of_a_run_that_has_not_begun() -> None:
     empty = history.of_chain(Scribe(make_lock()).chain)
     shown = text_of(progress.view(Snapshot(empty, Costs(), {}, 10, 0.0)))
     assert "first round is being measured" in shown and "does not answer yet" in shown
+    over = Snapshot(replace(empty, ended=True), Costs(), {}, 10, 0.0)
+    assert "training has ended" in text_of(progress.view(over))
     paused = {**STATUS, "state": "paused", "reason": "no node has joined yet", "nodes": []}
     assert "paused: no node has joined yet" in text_of(
         progress.view(Snapshot(empty, Costs(), paused, 10, 0.0))
