@@ -68,10 +68,15 @@ def _compare(
     place: RunFolder, ledger: Ledger, request: Request, tell: Tell
 ) -> tuple[Rebuilt, list[Comparison]]:
     """Answer the first held-out prompts with the base model, replay all rounds, answer them again."""
+    import torch
+
     from esnode import prompts, tasks
 
     lock = ledger.lock
     base = rebuild.start(ledger, threads=request.threads * request.nodes, tell=tell)
+    # Replay wants all threads; a few short answers are quicker with a node's few when anything else is
+    # running.
+    torch.set_num_threads(request.threads)
     task = tasks.open_task(lock.task, lock.task_options, place.task.read_bytes(), code=request.code)
     prepared = prompts.prepare(base.model.path, task, lock.date)
     chosen = _spread(lock.heldout_prompts)
