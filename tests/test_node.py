@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import pytest
 
-from esnode import events, node
+from esnode import events
 from esnode.events import Apply, CancelUnit, Evaluate, Send, Store, StoreTerm
 from protocol.entries import (
     Admission,
-    CommitBody,
     EndBody,
-    Entry,
-    LockBody,
-    MemberReward,
     RosterBody,
 )
 from protocol.messages import (
-    RELEASED,
-    RUN_ENDED,
-    STOPPED,
     Ack,
     Applied,
     Assign,
-    Bye,
     Cancel,
     Commit,
     CoordBeat,
@@ -32,98 +22,14 @@ from protocol.messages import (
     Failed,
     Fetch,
     Hello,
-    Kind,
-    Message,
     NodeBeat,
     Refuse,
-    Rehello,
-    Release,
     Result,
-    Unit,
     Welcome,
 )
 from protocol.seeds import member_seed
+from tests.bench import LOCK, OUTCOME, Bench, ledger, unit_of, working
 from tests.desk import desk_lock, forge, key_of
-from tests.replica import Outcome
-
-E = TypeVar("E")
-M = TypeVar("M", bound=Message)
-LOCK = desk_lock(members=2)
-ABOUT = events.About("n", "reference", "cpu", b"selftest", b"engine-1")
-OUTCOME = Outcome((1.0, 1.0, 1.0, 1.0), 3)
-
-
-def ledger(*digests: int, end: bool = False) -> list[Entry]:
-    """Lock, roster, then one commit per digest, which is D of the state before it; perhaps END."""
-    entries = [forge(LockBody(LOCK.to_bytes()), None, round=0, digest=LOCK.digest)]
-
-    def add(body: CommitBody | RosterBody | EndBody, round: int, digest: int) -> None:
-        entries.append(forge(body, entries[-1], round=round, digest=digest))
-
-    add(RosterBody((Admission(0, key_of("n"), "n"),)), 0, LOCK.digest)
-    for round, digest in enumerate(digests):
-        rows = tuple(
-            MemberReward(k, member_seed(LOCK.run_id, round, k, False), 0.25 + k / 2, 0) for k in range(2)
-        )
-        add(CommitBody(LOCK.alpha_at(round), LOCK.sigma_at(round), rows), round, digest)
-    if end:
-        add(EndBody("done"), len(digests), 99)
-    return entries
-
-
-def unit_of(round: int = 0, member: int = 0) -> Unit:
-    return Unit(round, Kind.MEMBER, member, 0, 3)
-
-
-class Bench:
-    """A node's state and the effects of the last step."""
-
-    def __init__(self, held: list[Entry] | None = None, *, term: int = 0, digest: int = LOCK.digest) -> None:
-        self.state = node.new(LOCK, ABOUT)
-        self.now = 10.0
-        self.effects: tuple[events.Effect, ...] = ()
-        raws = tuple(entry.raw for entry in held or [])
-        self.step(events.Started(self.now, term, raws, 0, digest))
-
-    def step(self, event: events.Event) -> tuple[events.Effect, ...]:
-        self.state, self.effects = node.step(self.state, event)
-        return self.effects
-
-    def tick(self, seconds: float = 0.0) -> tuple[events.Effect, ...]:
-        self.now += seconds
-        return self.step(events.Tick(self.now))
-
-    def hear(self, message: Message) -> tuple[events.Effect, ...]:
-        return self.step(events.Received(self.now, message))
-
-    def welcome(self, entries: list[Entry], term: int = 1) -> tuple[events.Effect, ...]:
-        tip = entries[-1].hash
-        return self.hear(Welcome(1, LOCK.run_id, LOCK.to_bytes(), term, len(entries), tip))
-
-    def join(self, entries: list[Entry]) -> None:
-        """Welcomed, all entries fetched."""
-        self.welcome(entries)
-        self.hear(Entries(self.state.chain.height, tuple(e.raw for e in entries[self.state.chain.height :])))
-
-    def all(self, kind: type[E]) -> list[E]:
-        return [effect for effect in self.effects if isinstance(effect, kind)]
-
-    def sent(self, kind: type[M]) -> list[M]:
-        return [send.message for send in self.all(Send) if isinstance(send.message, kind)]
-
-    @property
-    def stop(self) -> events.Stop | None:
-        return next(iter(self.all(events.Stop)), None)
-
-
-def working(entries: list[Entry] | None = None) -> Bench:
-    """A joined node that evaluates member 0 of round 0."""
-    bench = Bench()
-    bench.join(entries or ledger())
-    bench.hear(Assign(unit_of(), bench.state.parent, 15))
-    assert bench.all(Evaluate) == [Evaluate(unit_of())]
-    return bench
-
 
 # ---------------------------------------------------------------- joining
 
@@ -336,89 +242,6 @@ def test_beats_tell_tip_and_progress_and_now_and_then_d() -> None:
         told += len(bench.sent(Applied))
         bench.hear(CoordBeat(1, 2, tip, (unit_of(),)))
     assert told == 2, "a lost Applied must not be lost for good"
-
-
-# ---------------------------------------------------------------- losing touch
-
-
-def test_a_gap_is_fetched_and_fetched_again() -> None:
-    entries = ledger(LOCK.digest, 55)
-    bench = Bench()
-    bench.join(entries[:2])
-    bench.hear(Commit(3, entries[3].raw))
-    assert bench.sent(Fetch) == [Fetch(2, 256)] and bench.state.chain.height == 2
-    bench.tick(1.0)
-    assert not bench.sent(Fetch)
-    bench.tick(1.5)
-    assert bench.sent(Fetch) == [Fetch(2, 256)]
-    bench.hear(Entries(2, (entries[2].raw, entries[3].raw)))
-    assert bench.state.chain.height == 4
-
-
-def test_a_coordinator_that_restarted_is_greeted_with_what_runs() -> None:
-    bench = working()
-    bench.hear(Rehello())
-    assert bench.sent(Hello)[0].units == (unit_of(),)
-    bench.hear(Rehello())
-    assert not bench.sent(Hello), "one Hello answers all of them"
-    assert bench.state.running is not None, "work goes on"
-
-
-def test_silence_makes_it_say_hello_again() -> None:
-    bench = working()
-    for _ in range(5):
-        bench.tick(2.0)
-    assert not bench.sent(Hello)
-    bench.tick(2.0)
-    assert bench.sent(Hello) and not bench.state.joined
-
-
-def test_a_beat_of_a_higher_term_means_the_welcome_was_lost() -> None:
-    bench = working()
-    bench.hear(CoordBeat(9, 2, bench.state.chain.tip[:8], ()))
-    bench.tick(1.0)
-    assert bench.sent(Hello) and bench.state.term == 1
-    bench.hear(CoordBeat(0, 50, b"whatever", ()))
-    assert not bench.sent(Fetch), "a lower term is ignored"
-
-
-# ---------------------------------------------------------------- ending
-
-
-def test_the_end_is_confirmed_and_the_node_stops_with_bye_or_without() -> None:
-    entries = ledger(LOCK.digest, end=True)
-    bench = Bench()
-    bench.join(entries[:3])
-    bench.step(events.EntriesApplied(bench.now, (LOCK.digest, LOCK.digest, 99), 12))
-    bench.hear(Commit(3, entries[3].raw))
-    assert bench.sent(Applied)[0].height == 4 and bench.stop is None
-    bench.tick(3.0)
-    assert bench.stop is not None and bench.stop.code == 0 and bench.stop.reason == RUN_ENDED
-
-
-@pytest.mark.parametrize(
-    ("reason", "code"),
-    [(RUN_ENDED, 0), (f"{STOPPED}: Ctrl-C", 0), ("superseded: two machines use one key", 1)],
-)
-def test_bye_stops_with_the_code_its_reason_deserves(reason: str, code: int) -> None:
-    bench = working()
-    bench.hear(Bye(reason))
-    assert bench.stop is not None and (bench.stop.reason, bench.stop.code) == (reason, code)
-
-
-def test_leaving_hands_everything_back() -> None:
-    bench = working()
-    bench.hear(Assign(unit_of(member=1), bench.state.parent, 15))
-    bench.step(events.Leave(bench.now, "SIGTERM"))
-    assert bench.sent(Release) == [Release("SIGTERM")] and bench.all(CancelUnit)
-    bench.step(events.Cancelled(bench.now, unit_of()))
-    assert not bench.all(Evaluate)
-    bench.hear(Bye(RELEASED))
-    assert bench.stop is not None and bench.stop.code == 0
-    bench = working()
-    bench.step(events.Leave(bench.now, "SIGTERM"))
-    bench.tick(3.0)
-    assert bench.stop is not None and bench.stop.code == 0, "the Bye was lost"
 
 
 def test_step_leaves_its_input_alone() -> None:

@@ -1,0 +1,106 @@
+"""The node's core when it loses touch, and when the run or the node ends."""
+
+from __future__ import annotations
+
+import pytest
+
+from esnode import events
+from esnode.events import CancelUnit, Evaluate
+from protocol.messages import (
+    RELEASED,
+    RUN_ENDED,
+    STOPPED,
+    Applied,
+    Assign,
+    Bye,
+    Commit,
+    CoordBeat,
+    Entries,
+    Fetch,
+    Hello,
+    Rehello,
+    Release,
+)
+from tests.bench import LOCK, Bench, ledger, unit_of, working
+
+# ---------------------------------------------------------------- losing touch
+
+
+def test_a_gap_is_fetched_and_fetched_again() -> None:
+    entries = ledger(LOCK.digest, 55)
+    bench = Bench()
+    bench.join(entries[:2])
+    bench.hear(Commit(3, entries[3].raw))
+    assert bench.sent(Fetch) == [Fetch(2, 256)] and bench.state.chain.height == 2
+    bench.tick(1.0)
+    assert not bench.sent(Fetch)
+    bench.tick(1.5)
+    assert bench.sent(Fetch) == [Fetch(2, 256)]
+    bench.hear(Entries(2, (entries[2].raw, entries[3].raw)))
+    assert bench.state.chain.height == 4
+
+
+def test_a_coordinator_that_restarted_is_greeted_with_what_runs() -> None:
+    bench = working()
+    bench.hear(Rehello())
+    assert bench.sent(Hello)[0].units == (unit_of(),)
+    bench.hear(Rehello())
+    assert not bench.sent(Hello), "one Hello answers all of them"
+    assert bench.state.running is not None, "work goes on"
+
+
+def test_silence_makes_it_say_hello_again() -> None:
+    bench = working()
+    for _ in range(5):
+        bench.tick(2.0)
+    assert not bench.sent(Hello)
+    bench.tick(2.0)
+    assert bench.sent(Hello) and not bench.state.joined
+
+
+def test_a_beat_of_a_higher_term_means_the_welcome_was_lost() -> None:
+    bench = working()
+    bench.hear(CoordBeat(9, 2, bench.state.chain.tip[:8], ()))
+    bench.tick(1.0)
+    assert bench.sent(Hello) and bench.state.term == 1
+    bench.hear(CoordBeat(0, 50, b"whatever", ()))
+    assert not bench.sent(Fetch), "a lower term is ignored"
+
+
+# ---------------------------------------------------------------- ending
+
+
+def test_the_end_is_confirmed_and_the_node_stops_with_bye_or_without() -> None:
+    entries = ledger(LOCK.digest, end=True)
+    bench = Bench()
+    bench.join(entries[:3])
+    bench.step(events.EntriesApplied(bench.now, (LOCK.digest, LOCK.digest, 99), 12))
+    bench.hear(Commit(3, entries[3].raw))
+    assert bench.sent(Applied)[0].height == 4 and bench.stop is None
+    bench.tick(3.0)
+    assert bench.stop is not None and bench.stop.code == 0 and bench.stop.reason == RUN_ENDED
+
+
+@pytest.mark.parametrize(
+    ("reason", "code"),
+    [(RUN_ENDED, 0), (f"{STOPPED}: Ctrl-C", 0), ("superseded: two machines use one key", 1)],
+)
+def test_bye_stops_with_the_code_its_reason_deserves(reason: str, code: int) -> None:
+    bench = working()
+    bench.hear(Bye(reason))
+    assert bench.stop is not None and (bench.stop.reason, bench.stop.code) == (reason, code)
+
+
+def test_leaving_hands_everything_back() -> None:
+    bench = working()
+    bench.hear(Assign(unit_of(member=1), bench.state.parent, 15))
+    bench.step(events.Leave(bench.now, "SIGTERM"))
+    assert bench.sent(Release) == [Release("SIGTERM")] and bench.all(CancelUnit)
+    bench.step(events.Cancelled(bench.now, unit_of()))
+    assert not bench.all(Evaluate)
+    bench.hear(Bye(RELEASED))
+    assert bench.stop is not None and bench.stop.code == 0
+    bench = working()
+    bench.step(events.Leave(bench.now, "SIGTERM"))
+    bench.tick(3.0)
+    assert bench.stop is not None and bench.stop.code == 0, "the Bye was lost"
