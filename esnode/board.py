@@ -1,15 +1,16 @@
 """TensorBoard events of a run, written from its ledger and metrics.
 
-The events are rebuilt from the first round whenever a run starts or resumes, so that they never hold a
-round twice. Called by `run.py`.
+The events are rebuilt from the first round whenever a run starts or resumes, so that they never hold a round
+twice. The file format (records of length, checksum, protobuf message) is one page of code here; the packages
+that write it bring torch along and write on threads of their own. Called by `run.py`.
 """
 
 from __future__ import annotations
 
 import shutil
+import struct
 import time
 from collections.abc import Mapping
-from typing import Any
 
 from esnode.folder import RunFolder
 from esnode.history import HeldOut, History, Round
@@ -19,13 +20,13 @@ class Board:
     """Writes what is new at each `update`."""
 
     def __init__(self, folder: RunFolder) -> None:
-        # Not SummaryWriter: it writes on a thread of its own, where a full disk ends in a stray traceback.
-        from tensorboardX.event_file_writer import EventsWriter
-
         if folder.tensorboard.exists():
             shutil.rmtree(folder.tensorboard)
         folder.tensorboard.mkdir()
-        self._writer = EventsWriter(str(folder.tensorboard / "events"))
+        now = time.time()
+        path = folder.tensorboard / f"events.out.tfevents.{now:.0f}.esnode"
+        self._file = open(path, "wb")  # noqa: SIM115 - lives as long as the run
+        self._file.write(record(_double(1, now) + _bytes(3, b"brain.Event:2")))
         self._rounds = 0
         self._scores = 0
 
@@ -35,9 +36,8 @@ class Board:
             self._round(row, times.get(row.round))
         for score in history.heldout[self._scores :]:
             self._score(score, times.get(score.round - 1))
-        if (len(history.rounds), len(history.heldout)) != (self._rounds, self._scores):
-            self._writer.flush()
         self._rounds, self._scores = len(history.rounds), len(history.heldout)
+        self._file.flush()
 
     def _round(self, row: Round, moment: float | None) -> None:
         values = {
@@ -56,13 +56,67 @@ class Board:
         values = {"heldout/mean": score.mean, "heldout/correct": score.correct / score.prompts}
         self._add(values, score.round, moment)
 
-    def _add(self, values: Mapping[str, Any], step: int, moment: float | None) -> None:
-        from tensorboardX.proto.event_pb2 import Event
-        from tensorboardX.summary import scalar
-
-        for name, value in values.items():
-            event = Event(wall_time=moment or time.time(), step=step, summary=scalar(name, value))
-            self._writer.write_event(event)
+    def _add(self, values: Mapping[str, float], step: int, moment: float | None) -> None:
+        self._file.write(record(scalars(values, step, time.time() if moment is None else moment)))
 
     def close(self) -> None:
-        self._writer.close()
+        self._file.close()
+
+
+# ---------------------------------------------------------------- the format
+
+
+def scalars(values: Mapping[str, float], step: int, moment: float) -> bytes:
+    """One Event message of tensorflow/core/util/event.proto with a simple value per name."""
+    summary = b"".join(
+        _bytes(1, _bytes(1, name.encode()) + _float(2, value)) for name, value in values.items()
+    )
+    return _double(1, moment) + _varint(2 << 3) + _varint(step) + _bytes(5, summary)
+
+
+def record(message: bytes) -> bytes:
+    """A message as a TFRecord: length, its masked CRC-32C, the message, its masked CRC-32C."""
+    length = struct.pack("<Q", len(message))
+    return length + struct.pack("<I", _masked(length)) + message + struct.pack("<I", _masked(message))
+
+
+def crc32c(data: bytes) -> int:
+    """CRC-32 with Castagnoli's polynomial."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = _CRC[(crc ^ byte) & 0xFF] ^ (crc >> 8)
+    return crc ^ 0xFFFFFFFF
+
+
+def _crc_row(value: int) -> int:
+    for _ in range(8):
+        value = (value >> 1) ^ (0x82F63B78 if value & 1 else 0)
+    return value
+
+
+_CRC = tuple(map(_crc_row, range(256)))
+
+
+def _masked(data: bytes) -> int:
+    crc = crc32c(data)
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*out, value])
+
+
+def _bytes(field: int, value: bytes) -> bytes:
+    return _varint(field << 3 | 2) + _varint(len(value)) + value
+
+
+def _double(field: int, value: float) -> bytes:
+    return _varint(field << 3 | 1) + struct.pack("<d", value)
+
+
+def _float(field: int, value: float) -> bytes:
+    return _varint(field << 3 | 5) + struct.pack("<f", value)

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from esnode import finish, history, progress, report, sketch, standing
-from esnode.board import Board
+from esnode.board import Board, crc32c, record, scalars
 from esnode.folder import RunFolder
 from esnode.history import Costs, LedgerTail, Tail
 from esnode.progress import Snapshot
@@ -326,26 +326,54 @@ def test_a_ledger_alone_has_a_summary(scribe: Scribe) -> None:
     assert "held-out" in rows and "traffic" not in rows
 
 
-def test_tensorboard_holds_every_round_once(scribe: Scribe, tmp_path: Path) -> None:
-    from tensorboardX.proto.event_pb2 import Event
+def test_the_checksum_is_castagnolis() -> None:
+    assert crc32c(b"123456789") == 0xE3069283  # the check value of CRC-32C
+    assert crc32c(bytes(32)) == 0x8A9136AA  # RFC 3720, B.4
 
+
+def events(path: Path) -> list[Any]:
+    """Read an event file with TensorFlow's own message definitions, checksums compared."""
+    Event = pytest.importorskip("tensorboardX.proto.event_pb2").Event
+    data, at, found = path.read_bytes(), 0, []
+    while at < len(data):
+        length = int.from_bytes(data[at : at + 8], "little")
+        whole = data[at : at + 16 + length]
+        assert record(whole[12:-4]) == whole
+        found.append(Event.FromString(whole[12:-4]))
+        at += len(whole)
+    return found
+
+
+def test_tensorboard_holds_every_round_once(scribe: Scribe, tmp_path: Path) -> None:
     past = history.of_chain(scribe.chain)
     place = RunFolder(tmp_path)
     for _resumed in range(2):
         board = Board(place)
-        board.update(history.History(past.lock, past.rounds[:2], past.heldout[:1], False), {0: 5.0})
-        board.update(past, {0: 5.0, 1: 6.0})
+        board.update(history.History(past.lock, past.rounds[:2], past.heldout[:1], False), {0: 5.0, 1: 6.0})
+        board.update(past, {2: 7.0})
         board.update(past, {})
         board.close()
     files = list(place.tensorboard.iterdir())
-    assert len(files) == 1
-    seen: list[tuple[str, int, float]] = []
-    data, at = files[0].read_bytes(), 0
-    while at < len(data):
-        length = int.from_bytes(data[at : at + 8], "little")
-        event = Event.FromString(data[at + 12 : at + 12 + length])
-        seen += [(value.tag, event.step, value.simple_value) for value in event.summary.value]
-        at += 16 + length
-    means = [(step, value) for tag, step, value in seen if tag == "reward/mean"]
+    assert len(files) == 1 and ".tfevents." in files[0].name
+    version, *rest = events(files[0])
+    assert version.file_version == "brain.Event:2"
+    seen = [
+        (value.tag, event.step, value.simple_value, event.wall_time)
+        for event in rest
+        for value in event.summary.value
+    ]
+    means = [(step, value) for tag, step, value, _ in seen if tag == "reward/mean"]
     assert means == [(k, pytest.approx(-6.625 + k)) for k in range(6)]
-    assert [(step, value) for tag, step, value in seen if tag == "heldout/mean"] == [(0, -7.5), (6, -1.5)]
+    assert [(step, value) for tag, step, value, _ in seen if tag == "heldout/mean"] == [(0, -7.5), (6, -1.5)]
+    assert [moment for tag, _, _, moment in seen if tag == "reward/best"][:3] == [5.0, 6.0, 7.0]
+
+
+def test_large_steps_and_long_names_are_encoded(tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    path.write_bytes(record(scalars({"x" * 300: 0.5}, 1_000_000, 2.0)))
+    (event,) = events(path)
+    assert (event.step, event.summary.value[0].tag, event.summary.value[0].simple_value) == (
+        10**6,
+        "x" * 300,
+        0.5,
+    )

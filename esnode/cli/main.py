@@ -25,7 +25,7 @@ EXIT_INTERRUPTED = 130
 NODE_EXTRA = frozenset(
     {
         *("accelerate", "gguf", "llvmlite", "math_verify", "matplotlib", "numba", "plotext", "reasoning_gym"),
-        *("safetensors", "tensorboardX", "tokenizers", "torch", "transformers"),
+        *("safetensors", "tokenizers", "torch", "transformers"),
     }
 )
 TRAIN, LEDGER, HERE, MANY = "Train", "Use a ledger", "This machine", "Several machines"
