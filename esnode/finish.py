@@ -164,7 +164,7 @@ def summary(past: History, costs: Costs) -> list[tuple[str, str]]:
 def _spent(past: History, costs: Costs) -> list[tuple[str, str]]:
     if not costs.units or not past.rounds:
         return []
-    seconds = sum(costs.round_seconds)
+    seconds = sum(costs.round_seconds.values())
     total = sum(costs.bytes_by_type.values())
     shares = costs.shares
     rows = [

@@ -121,7 +121,7 @@ class Costs:
     nodes: set[str] = field(default_factory=set)
     bytes_by_type: Counter[str] = field(default_factory=Counter)
     unit_bytes: int = 0  # Assign, Result and Ack of all units
-    round_seconds: list[float] = field(default_factory=list)
+    round_seconds: dict[int, float] = field(default_factory=dict)  # of the rounds that metrics.jsonl knows
     first_time: float | None = None
     last_time: float | None = None
 
@@ -145,7 +145,7 @@ class Costs:
             return
         for direction in ("bytes_in", "bytes_out"):
             self.bytes_by_type.update(row.get(direction, {}))
-        self.round_seconds.append(row["seconds"])
+        self.round_seconds[row["round"]] = row["seconds"]
         self.update_each += row["update_ms"]
 
     def _seen(self, moment: float) -> None:

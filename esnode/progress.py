@@ -40,7 +40,7 @@ class Snapshot:
     @property
     def eta(self) -> float | None:
         """Seconds left, from the usual length of the last rounds; None before the first commit."""
-        recent = self.costs.round_seconds[-5:]
+        recent = list(self.costs.round_seconds.values())[-5:]
         left = self.rounds - len(self.history.rounds)
         return left * sum(recent) / len(recent) if recent else None
 
@@ -75,7 +75,7 @@ def line(row: Round, held: HeldOut | None, costs: Costs, rounds: int) -> str:
         parts.append(f"held-out {held.mean:.4f}")
     if row.void:
         parts.append(f"{row.void} members void")
-    if row.round < len(costs.round_seconds):
+    if row.round in costs.round_seconds:
         parts.append(f"{costs.round_seconds[row.round]:.1f} s")
     return "  ".join(parts)
 
@@ -161,7 +161,7 @@ def _speed(now: Snapshot) -> str:
     if spent > 1:
         words.append(f"{costs.tokens / spent:.0f} tokens/s in all")
     if costs.round_seconds:
-        words.append(f"{costs.round_seconds[-1]:.1f} s per round")
+        words.append(f"{list(costs.round_seconds.values())[-1]:.1f} s per round")
     return ", ".join(words)
 
 
