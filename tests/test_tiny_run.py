@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -171,6 +172,29 @@ def test_killed_and_resumed_it_is_the_same_model(place: Place, printed: str) -> 
     process.communicate()
     place.esnode("run", "--resume", "--out", "killed")
     assert place.digest("killed") == place.digest("out")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_twenty_kills_at_random_moments(place: Place, printed: str) -> None:
+    """Each run is killed once or twice within the seconds that a whole one takes, then left alone."""
+    chance = random.Random(1)
+    began = time.monotonic()
+    place.esnode("run", "--plan", str(place.plan), "--out", "timed")
+    whole = time.monotonic() - began
+    for number in range(20):
+        name = f"killed{number}"
+        words = ("run", "--plan", str(place.plan), "--out", name)
+        for _ in range(chance.randint(1, 2)):
+            process = place.start(*words)
+            time.sleep(chance.uniform(0.3, whole))  # whatever phase the moment hits must do
+            process.kill()
+            process.communicate()
+            if (place.path / name / "plan.toml").exists():
+                words = ("run", "--resume", "--out", name)
+        place.esnode(*words)
+        assert place.digest(name) == place.digest("out"), name
+        shutil.rmtree(place.path / name)
 
 
 def interrupt(place: Place, words: tuple[str, ...], moment: Callable[[], bool]) -> None:
