@@ -100,7 +100,8 @@ def create(path: Path) -> RunFolder:
             f"{path} already holds a run. Continue it with `esnode run --resume --out {path}`, "
             "or choose another folder with --out."
         )
-    if path.is_dir() and any(entry.name != ".busy" for entry in path.iterdir()):
+    first_files = {".busy", "plan.toml.new"}  # all that a run killed in its first moment leaves behind
+    if path.is_dir() and any(entry.name not in first_files for entry in path.iterdir()):
         raise FolderError(f"{path} exists and is no run folder. Choose a new or empty folder with --out.")
     if path.exists() and not path.is_dir():
         raise FolderError(f"{path} is a file. Choose a new or empty folder with --out.")

@@ -209,6 +209,8 @@ def test_a_folder_is_taken_only_when_the_children_of_a_killed_run_are_gone(
 def test_where_a_run_may_begin(tmp_path: Path) -> None:
     assert folder.create(tmp_path / "new" / "run").path.is_dir()
     assert folder.create(tmp_path / "new" / "run").path.is_dir(), "an empty folder will do"
+    (tmp_path / "new" / "run" / "plan.toml.new").write_text("[run]")
+    assert folder.create(tmp_path / "new" / "run").path.is_dir(), "what a kill in the first moment leaves"
     (tmp_path / "file").write_text("x")
     with pytest.raises(FolderError, match="is a file"):
         folder.create(tmp_path / "file")
