@@ -52,6 +52,9 @@ def run(request: Request, console: Console) -> int:
         try:
             _phases(place, request, console, descriptor)
         except KeyboardInterrupt:
+            signal.signal(
+                signal.SIGINT, signal.SIG_IGN
+            )  # everything is stopped: a second Ctrl-C changes nothing
             say(
                 console,
                 f"\nStopped; everything so far is kept. Continue with:\n  {resume_command(place, request)}",
