@@ -266,7 +266,7 @@ def _follow(watch: Watch, children: Children, console: Console) -> None:
     for now in _looks(watch, children):
         shown = _print_rounds(now, shown, console)
     now = watch.look(children.restarts)
-    _print_rounds(now, shown, console)
+    _print_rounds(now, shown, console, all_of_them=True)
     if now.history.heldout:
         score = now.history.heldout[-1]
         say(console, f"held-out {score.mean:.4f} after {score.round} rounds")
@@ -288,9 +288,13 @@ def _looks(watch: Watch, children: Children) -> Iterator[Snapshot]:
         time.sleep(LOOK_SECONDS)
 
 
-def _print_rounds(now: Snapshot, shown: int, console: Console) -> int:
-    """Print the rounds that closed since; returns how many have been printed."""
+def _print_rounds(now: Snapshot, shown: int, console: Console, all_of_them: bool = False) -> int:
+    """Print the rounds that closed since; returns how many have been printed. A round is a line in the ledger
+    a moment before its seconds are in the metrics: it waits for them."""
     held = {score.round: score for score in now.history.heldout}
     for row in now.history.rounds[shown:]:
+        if row.round not in now.costs.round_seconds and not all_of_them:
+            break
         say(console, progress.line(row, held.get(row.round), now.costs, now.rounds))
-    return len(now.history.rounds)
+        shown += 1
+    return shown
