@@ -293,7 +293,8 @@ def _print_rounds(now: Snapshot, shown: int, console: Console, all_of_them: bool
     a moment before its seconds are in the metrics: it waits for them."""
     held = {score.round: score for score in now.history.heldout}
     for row in now.history.rounds[shown:]:
-        if row.round not in now.costs.round_seconds and not all_of_them:
+        newest = row is now.history.rounds[-1]
+        if newest and row.round not in now.costs.round_seconds and not all_of_them:
             break
         say(console, progress.line(row, held.get(row.round), now.costs, now.rounds))
         shown += 1
