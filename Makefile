@@ -16,7 +16,7 @@ ARGS ?=
 
 help:
 	@echo "make run        train the demo model with two processes (ARGS='--rounds 5' passes flags on)"
-	@echo "make test       lint-free quick tests, under 12 minutes on two cores"
+	@echo "make test       the quick tests, under 12 minutes on two cores"
 	@echo "make test-long  everything, the slow ones too"
 	@echo "make lint       ruff, mypy --strict on the pure modules"
 	@echo "make bench      noise kernels and one real round, against the usual way"

@@ -6,7 +6,6 @@ the whole journal and, entry by entry, in live steps. Called by `turn.py` and `m
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -18,6 +17,7 @@ from protocol.chain import Chain
 from protocol.entries import CommitBody, Entry, EntryKind, RosterBody, ScoreBody, parse
 from protocol.lock import Lock
 from protocol.plan import Ops
+from protocol.shaping import mean_and_std
 
 LEDGER = "the ledger"
 
@@ -127,6 +127,5 @@ def learn(state: State, digest: int, witness: str) -> State:
 def summary(round: int, body: CommitBody) -> CommitSummary:
     """A commit's rewards in numbers."""
     rewards = [member.reward for member in body.members]
-    mean = math.fsum(rewards) / len(rewards)
-    std = math.sqrt(math.fsum((r - mean) * (r - mean) for r in rewards) / len(rewards))
+    mean, std = mean_and_std(rewards)
     return CommitSummary(round, len(rewards), len(body.voids), mean, max(rewards), min(rewards), std)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from esnode import planfile
 from esnode.folder import RunFolder, write_file
-from esnode.rebuild import Tell
+from esnode.tell import Tell
 from protocol import keys, ledger, plan
 from protocol.entries import public_key
 from protocol.errors import UserError
@@ -72,15 +72,18 @@ def signing_seed() -> bytes:
     return keys.new_signing_file(keys.user_signing_file())
 
 
+def own_key() -> str:
+    """The public half of `signing_seed`, as a plan's `trusted` names it (hex)."""
+    return public_key(signing_seed()).hex()
+
+
 def settle(folder: RunFolder, request: Request, tell: Tell) -> Lock:
     """Bring the folder to the point where processes can start, and return its lock."""
     if not folder.is_run:
         write_file(folder.plan, draft(request).encode())
     else:
         _adjust(folder, request)
-    lock = (
-        lock_of(folder) if folder.lock.exists() else _recovered(folder) or _lock(folder, request.code, tell)
-    )
+    lock = _kept(folder) or _lock(folder, request.code, tell)
     folder.coordinator.mkdir(exist_ok=True)
     keys.write_signing(folder.coordinator / "signing.key", signing_seed())
     return lock
@@ -105,8 +108,10 @@ def _adjust(folder: RunFolder, request: Request) -> None:
         write_file(folder.plan, plan.render(plan.changed(written, rounds=request.rounds)).encode())
 
 
-def _recovered(folder: RunFolder) -> Lock | None:
-    """A lost lock.json, from the ledger's first entry; None where no ledger was begun."""
+def _kept(folder: RunFolder) -> Lock | None:
+    """The lock of a run that has one: lock.json or, should that be lost, the ledger's first entry."""
+    if folder.lock.exists():
+        return lock_of(folder)
     if not folder.ledger.exists():
         return None
     chain = ledger.read(folder.ledger).chain
@@ -120,8 +125,7 @@ def _lock(folder: RunFolder, code: Path | None, tell: Tell) -> Lock:
     from esnode import locking
 
     parsed = plan.parse(folder.plan.read_text(encoding="utf-8"))
-    trusted = [public_key(signing_seed()).hex()]
-    lock, data, _model = locking.resolve(parsed, trusted=trusted, progress=tell, code=code)
+    lock, data, _model = locking.resolve(parsed, trusted=[own_key()], progress=tell, code=code)
     write_file(folder.task, data)
     write_file(folder.lock, lock.to_bytes())
     return lock

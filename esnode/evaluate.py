@@ -21,10 +21,10 @@ from esnode import episodes, estimates, locking, prompts, tasks
 from esnode.engines.interface import Engine, Sampling
 from esnode.episodes import Episode, Spent
 from esnode.estimates import Estimate
-from esnode.locking import Tell, silent
 from esnode.models import ModelFolder
 from esnode.prompts import Prepared
 from esnode.scoring import Scorer
+from esnode.tell import Tell, silent
 from protocol import plan, seeds
 from protocol.errors import UserError
 from protocol.lock import Lock

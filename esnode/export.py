@@ -22,6 +22,7 @@ import numpy as np
 from esnode import manifest
 from protocol import noise
 from protocol.errors import UserError
+from protocol.ledger import sync_path
 from protocol.lock import Lock, TensorSpec
 
 SHARD = 4 << 30  # bytes of weights per file
@@ -64,9 +65,9 @@ def write(reader: Reader, lock: Lock, folder: str | Path, to: str | Path) -> Pat
         _copy_texts(base, partial, lock.live_dtype)
         _write_weights(reader, lock, files, plan, partial)
         partial.chmod(0o755)
-        _sync(partial)
+        sync_path(partial)
         partial.rename(to)
-        _sync(to.parent)
+        sync_path(to.parent)
     except OSError as error:
         raise ExportError(_reason(error, to)) from None
     finally:
@@ -116,7 +117,7 @@ def _copy_texts(base: Path, to: Path, live_dtype: str) -> None:
     for path in sorted(base.iterdir()):
         if path.is_file() and path.suffix in COPIED and path.name != manifest.INDEX:
             shutil.copyfile(path, to / path.name)
-            _sync(to / path.name)
+            sync_path(to / path.name)
     config: dict[str, Any] = json.loads((base / "config.json").read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)
     config["dtype"] = live_dtype
@@ -151,7 +152,7 @@ def _write_weights(
         total = sum(size for shard in plan for _, size in shard)
         index = {"metadata": {"total_size": total}, "weight_map": mapping}
         (to / manifest.INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        _sync(to / manifest.INDEX)
+        sync_path(to / manifest.INDEX)
 
 
 def _write_header(
@@ -180,11 +181,3 @@ def _bytes(
         return memoryview(np.ascontiguousarray(files[spec.name].raw())).cast("B")
     values = np.ascontiguousarray(reader.read(spec.name), np.float32).reshape(-1)
     return memoryview(noise.round_to(values, live_dtype)).cast("B")
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

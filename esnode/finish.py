@@ -22,7 +22,8 @@ from esnode.begin import Request
 from esnode.folder import RunFolder, write_file
 from esnode.history import Costs, History
 from esnode.progress import clock, say, size
-from esnode.rebuild import Ledger, Rebuilt, Tell
+from esnode.rebuild import Ledger, Rebuilt
+from esnode.tell import Tell
 
 if TYPE_CHECKING:
     from esnode.engines.interface import Engine

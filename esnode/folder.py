@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from protocol.errors import UserError
+from protocol.ledger import sync_path
 
 MIN_FREE = 16 * 1024 * 1024  # bytes; less than this cannot hold journal, ledger and logs of a short run
 STALE_WAIT = 8.0  # seconds that the children of a killed run get to notice and let go of the lock
@@ -197,3 +198,4 @@ def write_file(path: Path, content: bytes, mode: int = 0o644) -> None:
         draft.unlink(missing_ok=True)  # on a full disk a half-written draft would only take more space
         raise
     os.replace(draft, path)
+    sync_path(path.parent)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from esnode import ancestry, begin, folder, planfile, rebuild
 from esnode.folder import RunFolder, write_file
-from esnode.rebuild import Ledger, Tell, silent
+from esnode.rebuild import Ledger
+from esnode.tell import Tell, silent
 from protocol import plan
-from protocol.entries import public_key
 from protocol.lock import Parent
 
 
@@ -37,9 +37,7 @@ def fork(
     state = Parent(
         parent.lock.run_id.hex(), rebuilt.round, _closing_hash(parent, rebuilt.round), rebuilt.digest
     )
-    lock, data, _ = locking.resolve(
-        wanted, trusted=[public_key(begin.signing_seed()).hex()], parent=state, progress=tell, code=code
-    )
+    lock, data, _ = locking.resolve(wanted, trusted=[begin.own_key()], parent=state, progress=tell, code=code)
     place = folder.create(out or _default(parent, rebuilt.round))
     _copy_ledgers(parent, place)
     write_file(place.task, data)

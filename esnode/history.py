@@ -8,7 +8,6 @@ scores; times, tokens and bytes need the run's folder. Called by `report.py`, `p
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -19,6 +18,7 @@ from esnode.folder import RunFolder
 from protocol.entries import CommitBody, Entry, EntryKind, MalformedEntry, ScoreBody, parse, split
 from protocol.ledger import MAGIC, Chain
 from protocol.lock import Lock
+from protocol.shaping import mean_and_std
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +92,7 @@ def _with(history: History, entry: Entry) -> History:
 
 def _round(number: int, body: CommitBody) -> Round:
     rewards = [member.reward for member in body.members]
-    mean = math.fsum(rewards) / len(rewards)
-    spread = math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / len(rewards))
+    mean, spread = mean_and_std(rewards)
     return Round(
         number,
         len(rewards),

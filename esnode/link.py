@@ -8,6 +8,7 @@ when it matters.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -22,6 +23,8 @@ from protocol import wire, zmtp
 from protocol.errors import UserError
 from protocol.keys import curve_public
 from protocol.messages import SCHEMA, Message
+
+log = logging.getLogger(__name__)
 
 MAX_BODY = max(rule.limit for rule in SCHEMA if rule.sender != "node")
 ROTATE_SECONDS = 6.0  # with several addresses, how long one may fail before the next is tried
@@ -95,7 +98,6 @@ class Link:
         self.bytes_in: Counter[str] = Counter()
         self.bytes_out: Counter[str] = Counter()
         self.dropped: Counter[str] = Counter()
-        self.malformed = 0
         self.connections = 0  # finished handshakes so far
         self._state = State.CONNECTING
         self._context: zmq.Context[Any] = zmq.Context()
@@ -124,7 +126,7 @@ class Link:
         return True
 
     def receive(self, limit: int = 256) -> list[Message]:
-        """Every well-formed message that waits, at most `limit`; others are counted and forgotten."""
+        """Every well-formed message that waits, at most `limit`; others are logged and dropped."""
         self._read_monitor()
         messages: list[Message] = []
         for _ in range(limit):
@@ -137,8 +139,8 @@ class Link:
                 if len(frames) != 1:
                     raise wire.MalformedMessage("more than one part")
                 message = wire.decode(frames[0], "coordinator")
-            except wire.MalformedMessage:
-                self.malformed += 1
+            except wire.MalformedMessage as error:
+                log.warning("a malformed message of the coordinator is dropped: %s", error)
                 continue
             self.bytes_in[type(message).__name__] += size
             messages.append(message)

@@ -8,7 +8,7 @@ code, other package versions, other token ids. Called by `begin.py`, `planfile.p
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -18,11 +18,10 @@ from esnode.models import ModelFolder
 from esnode.prompts import SPLITS, Prepared
 from esnode.scoring import Scorer
 from esnode.tasks import Task
+from esnode.tell import Tell, silent
 from protocol.errors import UserError
 from protocol.lock import Lock, Parent, TensorSpec, resolve_slice
 from protocol.plan import Plan
-
-Tell = Callable[[str, int, int], None]  # (what, done, total)
 
 
 class LockingError(UserError):
@@ -31,10 +30,6 @@ class LockingError(UserError):
 
 class Mismatch(UserError):
     """This node would measure something else than the run's other nodes; the sentence says what differs."""
-
-
-def silent(what: str, done: int, total: int) -> None:
-    """The `Tell` of somebody who does not want to know."""
 
 
 def resolve(

@@ -6,6 +6,7 @@ Needs no torch until a plan is resolved. Called by `cli/plan.py`.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from protocol.plan import Plan, parse, render_value
 from protocol.plan_fields import FIELDS, OPTIONS
 
 if TYPE_CHECKING:
-    from esnode.rebuild import Tell
+    from esnode.tell import Tell
 
 _LONGEST = 8 * 1024 * 1024
 
@@ -97,8 +98,8 @@ _SUMMED_UP = ("manifest", "parent", "digest", "stop_ids")
 
 def _lock_rows(lock: Lock) -> list[tuple[str, str]]:
     trained = [tensor for tensor in lock.manifest if tensor.trained]
-    count = sum(_elements(tensor.shape) for tensor in trained)
-    total = sum(_elements(tensor.shape) for tensor in lock.manifest)
+    count = sum(math.prod(tensor.shape) for tensor in trained)
+    total = sum(math.prod(tensor.shape) for tensor in lock.manifest)
     rows = [
         ("run id", lock.run_id.hex()),
         ("tensors", f"{len(trained)} of {len(lock.manifest)} trained, {count:,} of {total:,} weights"),
@@ -110,25 +111,16 @@ def _lock_rows(lock: Lock) -> list[tuple[str, str]]:
     return [*rows, *((name, _shown(name, getattr(lock, name))) for name in names)]
 
 
-def _elements(shape: tuple[int, ...]) -> int:
-    count = 1
-    for side in shape:
-        count *= side
-    return count
-
-
 def resolve(path: Path, out: Path, data_out: Path | None, tell: Tell, *, code: Path | None = None) -> Lock:
     """Resolve a plan with this user's signing key, as `esnode run` does; write the lock and the task's data.
 
     A file that is already there is only replaced by the same bytes.
     """
     from esnode import locking
-    from esnode.begin import signing_seed
-    from protocol.entries import public_key
+    from esnode.begin import own_key
 
     plan = read_plan(path)
-    trusted = [public_key(signing_seed()).hex()]
-    lock, data, _ = locking.resolve(plan, trusted=trusted, progress=tell, code=code)
+    lock, data, _ = locking.resolve(plan, trusted=[own_key()], progress=tell, code=code)
     _write(out, lock_from_bytes(lock.to_bytes()).to_bytes())  # what cannot be read back is never written
     if data_out is not None:
         _write(data_out, data)

@@ -19,9 +19,9 @@ from rich.table import Table
 from rich.text import Text
 
 from esnode.history import Costs, HeldOut, History, Round
-from esnode.rebuild import Tell
 from esnode.sketch import sparkline
 from esnode.standing import node_words
+from esnode.tell import Tell
 
 STAGES = ("generate", "perturb", "update", "score")
 

@@ -8,12 +8,14 @@ does, and loads it only then. Called by `run.py`, `fork.py`, `evaluate.py` and `
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from esnode import ancestry
+from esnode.replay import WrongWeights, fold
+from esnode.tell import Tell, silent
 from protocol import ledger as ledger_file
 from protocol.errors import UserError
 from protocol.ledger import Chain, Damage, Entry
@@ -24,14 +26,6 @@ if TYPE_CHECKING:
 
     from esnode.engines.interface import Engine
     from esnode.models import ModelFolder
-
-FUSED = 8  # commits per pass over the weights: enough to be limited by noise, few enough for a progress bar
-
-Tell = Callable[[str, int, int], None]  # (what, done, total)
-
-
-def silent(what: str, done: int, total: int) -> None:
-    """The `Tell` of somebody who does not want to know."""
 
 
 class LedgerMissing(UserError):
@@ -44,10 +38,6 @@ class DamagedLedger(UserError):
 
 class NoSuchRound(UserError):
     """A round was asked for that the ledger does not hold."""
-
-
-class WrongWeights(UserError):
-    """Replay gave other weights than the ledger records."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +206,7 @@ def _state(lock: Lock, folder: Path, threads: int | None, backend: str | None) -
 def advance(rebuilt: Rebuilt, round: int, tell: Tell = silent) -> Rebuilt:
     """Fold further rounds into weights that hold those up to `rebuilt.round`. Raises WrongWeights."""
     began = time.monotonic()
-    compared = replay(rebuilt.weights, rebuilt.ledger.chain, rebuilt.round, round, tell)
+    compared = fold(rebuilt.weights.apply, rebuilt.ledger.chain, rebuilt.round, round, tell)
     return replace(
         rebuilt,
         round=round,
@@ -234,28 +224,6 @@ def _require_start(lock: Lock, digest: int, model: ModelFolder) -> None:
             f"{model.path} is not the base model of this ledger: its digest is {digest:016x}, the "
             f"ledger starts from {lock.model} with {lock.digest:016x}. Name the right model with --base."
         )
-
-
-def replay(weights: Weights, chain: Chain, first: int, last: int, tell: Tell = silent) -> int:
-    """Fold the rounds `first` to `last` into the weights; returns how many stated digests were met.
-
-    Only commits move weights, so only they are folded. WrongWeights at the first round after which the
-    weights are not those the ledger records.
-    """
-    compared = 0
-    for start in range(first, last, FUSED):
-        batch = chain.commits[start : min(start + FUSED, last)]
-        for state, digest in enumerate(weights.apply(batch), start=start + 1):
-            stated = chain.digest_at(state)
-            if stated is not None and stated != digest:
-                raise WrongWeights(
-                    f"after round {state} of {last} replay gives digest {digest:016x}, the ledger "
-                    f"states {stated:016x}. This machine's arithmetic differs (see `esnode doctor`), or the "
-                    "ledger was made by other code."
-                )
-            compared += stated is not None
-        tell("replaying rounds", start + len(batch), last)
-    return compared
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What a run shows when it is over, or whenever somebody asks: a table, a plot, TensorBoard events.
+"""What a run shows when it is over, or whenever somebody asks: a table and a plot.
 
 Works on any run folder, finished or not, and on any ledger alone. Called by `run.py` and `cli/ledger.py`.
 """

@@ -52,9 +52,8 @@ def run(request: Request, console: Console) -> int:
         try:
             _phases(place, request, console, descriptor)
         except KeyboardInterrupt:
-            signal.signal(
-                signal.SIGINT, signal.SIG_IGN
-            )  # everything is stopped: a second Ctrl-C changes nothing
+            # Everything is stopped already: a second Ctrl-C must not change the exit code any more.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
             say(
                 console,
                 f"\nStopped; everything so far is kept. Continue with:\n  {resume_command(place, request)}",

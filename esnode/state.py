@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from esnode import manifest
 from esnode.kernels.interface import Kernels, Region
+from esnode.replay import fold
 from protocol import noise, seeds
 from protocol.errors import UserError
 from protocol.ledger import Entry, step_of
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 FP16_LIMIT = 32768.0  # a perturbed weight must stay below fp16's 65504
-FUSED = 8  # commits per pass over the weights in `replay`
 U64 = 1 << 64
 
 Frozen = Callable[[TensorSpec, NDArray[Any]], None]
@@ -149,8 +149,8 @@ class State:
     def replay(self, chain: Chain, upto: int, visit: Visit = nothing) -> int:
         """Fold the first `upto` rounds of an ancestor's chain; D after them.
 
-        The state must be the one that chain starts from. StateError when it is not, when the ancestor trained
-        other tensors or in another master dtype, or when a digest stated in the chain is not met.
+        The state must be the one that chain starts from. StateError when it is not, or when the ancestor
+        trained other tensors or in another master dtype; replay.WrongWeights when a stated digest is not met.
         """
         theirs, ours = chain.lock, self.lock
         if theirs.master != ours.master:
@@ -167,24 +167,8 @@ class State:
                 f"the state to replay on has digest {self.digest():016x}, the parent's ledger starts from "
                 f"{theirs.digest:016x}. Give all ancestors, the oldest first."
             )
-        batch: list[Entry] = []
-        for entry in chain.commits[:upto]:
-            batch.append(entry)
-            if len(batch) == FUSED:
-                self._replay_batch(chain, batch, visit)
-                batch = []
-        self._replay_batch(chain, batch, visit)
+        fold(lambda batch: self.apply(batch, visit, theirs), chain, 0, upto)
         return self.digest()
-
-    def _replay_batch(self, chain: Chain, batch: Sequence[Entry], visit: Visit) -> None:
-        for entry, digest in zip(batch, self.apply(batch, visit, chain.lock), strict=True):
-            stated = chain.digest_at(entry.round + 1)
-            if stated is not None and stated != digest:
-                raise StateError(
-                    f"after round {entry.round + 1} of the parent, replay gives digest {digest:016x}, its "
-                    f"ledger states "
-                    f"{stated:016x}. See `esnode doctor`."
-                )
 
     def read(self, name: str) -> NDArray[np.float32]:
         """float32 copy of a tensor's master, or of its stored value where it is frozen, in full shape.

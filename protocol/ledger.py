@@ -154,7 +154,7 @@ class LedgerFile:
         self._file = open(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644), "r+b", 0)  # noqa: SIM115
         try:
             if new:
-                _sync_folder(self.path.parent)
+                sync_path(self.path.parent)
             self._load()
         except BaseException:
             self._file.close()
@@ -242,9 +242,9 @@ def _rounds(raws: Sequence[bytes]) -> int:
     return sum(parse(raw).kind is EntryKind.COMMIT for raw in raws)
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make a new file's name durable, where the system can."""
-    handle = os.open(folder, os.O_RDONLY)
+def sync_path(path: Path) -> None:
+    """Bring a file's bytes, or a folder's names, to the disk: only then a rename survives a power cut."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

@@ -59,7 +59,6 @@ class Ops:
     rounds: int
     quorum: float = 1.0  # share of members that closes a round
     eval_every: int = 5  # rounds between held-out probes; 0 = none at all
-    eval_samples: int = 0  # sampled answers per held-out prompt besides the greedy one
     stall_seconds: float = 30.0  # a unit without progress for this long is given to another node
 
 

@@ -52,12 +52,17 @@ class Step:
             raise ValueError("a seed is not a u64")
 
 
-def _zscores(rewards: Sequence[float], std_floor: float) -> list[float]:
+def mean_and_std(rewards: Sequence[float]) -> tuple[float, float]:
+    """Mean and population standard deviation by the law: fsum, squares by one multiplication."""
     n = len(rewards)
     mean = fsum(rewards) / n
     distances = [r - mean for r in rewards]
-    std = sqrt(fsum(d * d for d in distances) / n)
-    return [d / (max(std, std_floor) + 1e-8) for d in distances]
+    return mean, sqrt(fsum(d * d for d in distances) / n)
+
+
+def _zscores(rewards: Sequence[float], std_floor: float) -> list[float]:
+    mean, std = mean_and_std(rewards)
+    return [(r - mean) / (max(std, std_floor) + 1e-8) for r in rewards]
 
 
 def _centred_ranks(rewards: Sequence[float]) -> list[float]:

@@ -333,7 +333,8 @@ def test_the_checksum_is_castagnolis() -> None:
 
 def events(path: Path) -> list[Any]:
     """Read an event file with TensorFlow's own message definitions, checksums compared."""
-    Event = pytest.importorskip("tensorboardX.proto.event_pb2").Event
+    from tensorboardX.proto.event_pb2 import Event
+
     data, at, found = path.read_bytes(), 0, []
     while at < len(data):
         length = int.from_bytes(data[at : at + 8], "little")

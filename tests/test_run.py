@@ -296,6 +296,20 @@ def test_ctrl_c_while_it_starts(tmp_path: Path, moment: float) -> None:
     toy.finish()
 
 
+def test_a_second_ctrl_c_after_the_goodbye_changes_nothing(tmp_path: Path) -> None:
+    toy = Toy(tmp_path / "run")
+    process = toy.start()
+    assert process.stdout is not None
+    until(lambda: toy.entries > 1, "training")
+    process.send_signal(signal.SIGINT)
+    for line in process.stdout:
+        if "--resume" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130
+
+
 def test_nodes_that_were_told_to_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     toy = Toy(tmp_path / "run", seconds=0.5)
     process = toy.start(nodes=1)

@@ -8,6 +8,7 @@ import pytest
 
 from esnode import begin, rebuild
 from esnode.folder import RunFolder
+from esnode.tell import silent
 from protocol import ledger
 from tests import tiny
 from tests.runs import Processes, wait_for
@@ -37,7 +38,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     plan.write_text(PLAN.format(model=model))
     folder = RunFolder(tmp_path / "run")
     folder.path.mkdir()
-    begin.settle(folder, begin.Request(out=folder.path, plan=plan), rebuild.silent)
+    begin.settle(folder, begin.Request(out=folder.path, plan=plan), silent)
     begin.admit(folder, ("cpu", "reference"))
     return folder
 

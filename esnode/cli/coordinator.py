@@ -44,11 +44,12 @@ def serve(data: Path, plan: Path | None, bind: str, allow: tuple[str, ...]) -> N
       esnode node --run runs/mine --name a
       esnode node --run runs/mine --name b
     """
-    from esnode import begin, rebuild
+    from esnode import begin
     from esnode.folder import RunFolder
+    from esnode.tell import silent
 
     folder = RunFolder(data)
-    begin.settle(folder, begin.Request(out=data, plan=plan), rebuild.silent)
+    begin.settle(folder, begin.Request(out=data, plan=plan), silent)
     begin.admit(folder, allow)
     # Another package, which must run without this one: a process of its own takes this one's place.
     command = [sys.executable, "-m", "coordinator.server", "--data", str(data), "--bind", bind]

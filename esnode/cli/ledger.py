@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from esnode.rebuild import Tell
+    from esnode.tell import Tell
 
 LEDGER = click.argument("ledger", type=click.Path(path_type=Path))
 BASE = click.option(

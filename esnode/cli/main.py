@@ -24,7 +24,7 @@ EXIT_BUG = 70
 EXIT_INTERRUPTED = 130
 NODE_EXTRA = frozenset(
     {
-        *("accelerate", "gguf", "llvmlite", "math_verify", "matplotlib", "numba", "plotext", "reasoning_gym"),
+        *("accelerate", "gguf", "jinja2", "llvmlite", "math_verify", "matplotlib", "numba", "reasoning_gym"),
         *("safetensors", "tokenizers", "torch", "transformers"),
     }
 )

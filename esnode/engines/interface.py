@@ -1,7 +1,7 @@
 """What a node asks of an engine: the types every engine shares. May import numpy and protocol only.
 
 An engine receives token ids and stop ids, never text: rendering and tokenising happen once, in
-`esnode.prompts`. Called by `worker.py`, `daemon.py`, `evaluate.py` and `rebuild.py`.
+`esnode.prompts`. Called by `worker.py`, `episodes.py` and `finish.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Protocol
 import numpy as np
 
 from protocol.ledger import Entry
-from protocol.plan import Lock
 
 
 class Cancelled(Exception):
@@ -95,6 +94,3 @@ class Engine(Protocol):
 
     def read(self, name: str) -> np.ndarray:
         """float32 copy of one stored tensor's master (or frozen value), full shape, for export."""
-
-
-LoadEngine = Callable[[Lock, str], Engine]
