@@ -14,6 +14,7 @@ MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob
 STDLIB_PURE = {
     "__future__",
     "ast",
+    "base64",
     "bisect",
     "collections",
     "collections.abc",
@@ -42,6 +43,7 @@ PURE: dict[str, set[str]] = {
     "protocol/entries.py": {"msgspec", "nacl"},
     "protocol/errors.py": set(),
     "protocol/fields.py": set(),
+    "protocol/invite.py": set(),
     "protocol/lock.py": set(),
     "protocol/messages.py": {"msgspec"},
     "protocol/plan.py": set(),
@@ -50,6 +52,7 @@ PURE: dict[str, set[str]] = {
     "protocol/shaping.py": set(),
     "protocol/template.py": set(),
     "protocol/wire.py": {"msgpack", "msgspec"},
+    "protocol/zmtp.py": set(),
     "coordinator/events.py": set(),
     "coordinator/leases.py": set(),
     "coordinator/machine.py": set(),
