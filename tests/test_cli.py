@@ -260,3 +260,22 @@ def test_status_of_a_folder_that_is_not_running(tmp_path: Path) -> None:
     (tmp_path / "plan.toml").write_text(run("plan", "new").stdout)
     done = run("status", str(tmp_path), "--json")
     assert json.loads(done.stdout)["state"] == "not locked yet"
+
+
+def test_a_ctrl_c_that_hits_inside_a_callback_is_not_forgotten() -> None:
+    """Python prints what a finaliser raises and goes on: the command would end as if nobody had asked."""
+    program = (
+        "import time\n"
+        "from esnode.cli import main as front\n"
+        "class Dying:\n"
+        "    def __del__(self):\n"
+        "        raise KeyboardInterrupt\n"
+        "def work(**_):\n"
+        "    Dying()\n"
+        "    time.sleep(20)\n"
+        "front.cli.main = work\n"
+        "front.main([])\n"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=15)
+    assert (done.returncode, done.stderr) == (130, "esnode: interrupted\n")

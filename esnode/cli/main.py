@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import errno
 import importlib
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -134,8 +136,23 @@ def fail(message: str, code: int = 1) -> NoReturn:
     sys.exit(code)
 
 
+def keep_interrupts() -> None:
+    """Raise a Ctrl-C again that hit inside a callback, where Python can only print and forget it."""
+    usual = sys.unraisablehook
+    main_thread = threading.main_thread().ident or 0
+
+    def hook(unraisable: sys.UnraisableHookArgs) -> None:
+        if isinstance(unraisable.exc_value, KeyboardInterrupt):
+            threading.Timer(0.01, signal.pthread_kill, (main_thread, signal.SIGINT)).start()
+        else:
+            usual(unraisable)
+
+    sys.unraisablehook = hook
+
+
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run one command and exit: 0 done, 1 refused or failed, 2 wrong usage, 70 a bug of ours, 130 Ctrl-C."""
+    keep_interrupts()
     try:
         outcome = cli.main(args=arguments, prog_name="esnode", standalone_mode=False)
         sys.exit(outcome if isinstance(outcome, int) else 0)
