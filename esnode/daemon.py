@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import zmq
 
 from esnode import events, node, nodeoptions
-from esnode.enginethread import Broken, EngineThread, Folded, Workshop
+from esnode.enginethread import Broken, EngineThread, Folded, Restored, Workshop
 from esnode.link import Link, State
 from esnode.nodeoptions import Options
 from esnode.notebook import Notebook
@@ -186,6 +186,8 @@ class Daemon:
                 self._engine.cancel(unit)
             case events.Apply(entries):
                 self._engine.apply(entries)
+            case events.Rewind(entries):
+                self._engine.rewind(entries)
             case events.Store(first, raws):
                 self._notebook.store(first, raws)
             case events.StoreTerm(term):
@@ -210,10 +212,12 @@ class Daemon:
             if isinstance(report, Broken):
                 self._log.error("%s", report.trace)
                 raise DaemonError(
-                    "applying a ledger entry failed; the log has the details. Start the node again"
+                    "changing the weights failed; the log has the details. Start the node again"
                 )
             if isinstance(report, Folded):
                 self._step(events.EntriesApplied(now, report.digests, report.ms))
+            elif isinstance(report, Restored):
+                self._step(events.Rewound(now, report.height, report.digest, report.ms))
             elif report.outcome is not None:
                 self._step(events.Evaluated(now, report.unit, report.outcome))
             elif report.failure:

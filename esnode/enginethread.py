@@ -35,6 +35,9 @@ class Workshop(Protocol):
     def apply(self, entries: Sequence[Entry]) -> list[int]:
         """Fold entries into the master; D after each."""
 
+    def rewind(self, entries: Sequence[Entry]) -> tuple[int, int]:
+        """Make the master a state of this beginning of the ledger: (how many entries it reflects, D)."""
+
     def evaluate(self, unit: Unit, stop: Callable[[], bool], progress: Callable[[int], None]) -> Outcome:
         """Measure a unit. `progress` takes thousandths; raises the engines' Cancelled after `stop()`."""
 
@@ -60,13 +63,29 @@ class Folded:
 
 
 @dataclass(frozen=True, slots=True)
+class Restored:
+    """The master was rewound: it reflects the first `height` entries given, with this D."""
+
+    height: int
+    digest: int
+    ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Rewind:
+    """A command: rewind to a state of these entries."""
+
+    entries: tuple[Entry, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Broken:
-    """The engine failed where it must not (while applying): its master can no longer be trusted."""
+    """The engine failed where it must not (applying, rewinding): its master can no longer be trusted."""
 
     trace: str
 
 
-Report = Measured | Folded | Broken
+Report = Measured | Folded | Restored | Broken
 
 
 class EngineThread:
@@ -76,7 +95,7 @@ class EngineThread:
         self.progress: tuple[Unit, int] | None = None  # of the running unit, thousandths
         self._workshop = workshop
         self._wake = wake
-        self._commands: queue.SimpleQueue[Unit | tuple[Entry, ...] | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Unit | tuple[Entry, ...] | _Rewind | None] = queue.SimpleQueue()
         self._reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
         self._cancelled: Unit | None = None
         self._quit = threading.Event()
@@ -95,6 +114,10 @@ class EngineThread:
     def apply(self, entries: tuple[Entry, ...]) -> None:
         """Fold entries in; a `Folded` follows."""
         self._commands.put(entries)
+
+    def rewind(self, entries: tuple[Entry, ...]) -> None:
+        """Go back to a state of these entries; a `Restored` follows."""
+        self._commands.put(_Rewind(entries))
 
     def reports(self) -> list[Report]:
         """What has come in since the last call."""
@@ -116,7 +139,10 @@ class EngineThread:
 
     def _work(self) -> None:
         while (command := self._commands.get()) is not None and not self._quit.is_set():
-            report = self._fold(command) if isinstance(command, tuple) else self._measure(command)
+            if isinstance(command, _Rewind):
+                report = self._restore(command.entries)
+            else:
+                report = self._fold(command) if isinstance(command, tuple) else self._measure(command)
             self._reports.put(report)
             self._wake()
 
@@ -149,3 +175,11 @@ class EngineThread:
         except Exception:  # reported to the main thread, which stops the process
             return Broken(traceback.format_exc())
         return Folded(digests, int((time.monotonic() - began) * 1000))
+
+    def _restore(self, entries: tuple[Entry, ...]) -> Report:
+        began = time.monotonic()
+        try:
+            height, digest = self._workshop.rewind(entries)
+        except Exception:  # as above
+            return Broken(traceback.format_exc())
+        return Restored(height, digest, int((time.monotonic() - began) * 1000))

@@ -5,10 +5,10 @@ Pure: protocol types only. The contract of order, for every shell (daemon and si
 before the next effect is performed, so a node never answers a term, or reports an entry, that it could
 forget.
 
-The engine does one thing at a time. `step` asks for the next `Evaluate` or `Apply` only after the last one
-was answered: `Evaluate` by exactly one of `Evaluated`, `EvaluationFailed`, `Cancelled`; `Apply` by
-`EntriesApplied`. `CancelUnit` only asks the running evaluation to end soon; its answer is still one of the
-three.
+The engine does one thing at a time. `step` asks for the next `Evaluate`, `Apply` or `Rewind` only after the
+last one was answered: `Evaluate` by exactly one of `Evaluated`, `EvaluationFailed`, `Cancelled`; `Apply` by
+`EntriesApplied`; `Rewind` by `Rewound`. `CancelUnit` only asks the running evaluation to end soon; its answer
+is still one of the three.
 """
 
 from __future__ import annotations
@@ -140,6 +140,16 @@ class EntriesApplied:
 
 
 @dataclass(frozen=True, slots=True)
+class Rewound:
+    """The master reflects the first `height` entries of the last `Rewind`, and D of it is `digest`."""
+
+    now: float
+    height: int
+    digest: int
+    ms: int
+
+
+@dataclass(frozen=True, slots=True)
 class Leave:
     """SIGTERM or the operator: hand everything back and stop within seconds."""
 
@@ -148,7 +158,16 @@ class Leave:
 
 
 Event: TypeAlias = (
-    Started | Tick | Received | Evaluated | EvaluationFailed | Cancelled | Progress | EntriesApplied | Leave
+    Started
+    | Tick
+    | Received
+    | Evaluated
+    | EvaluationFailed
+    | Cancelled
+    | Progress
+    | EntriesApplied
+    | Rewound
+    | Leave
 )
 
 # ---------------------------------------------------------------- effects
@@ -178,6 +197,16 @@ class CancelUnit:
 @dataclass(frozen=True, slots=True)
 class Apply:
     """Fold these consecutive entries into the master, in one pass. The engine is idle."""
+
+    entries: tuple[Entry, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rewind:
+    """Make the master a state of this beginning of the ledger, whatever it holds now. The engine is idle.
+
+    The newest checkpoint that fits the entries, else the base (always the base when there are none).
+    """
 
     entries: tuple[Entry, ...]
 
@@ -213,4 +242,4 @@ class Stop:
     code: int
 
 
-Effect: TypeAlias = Send | Evaluate | CancelUnit | Apply | Store | StoreTerm | Note | Stop
+Effect: TypeAlias = Send | Evaluate | CancelUnit | Apply | Rewind | Store | StoreTerm | Note | Stop

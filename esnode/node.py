@@ -28,6 +28,8 @@ from esnode.events import (
     Outcome,
     Progress,
     Received,
+    Rewind,
+    Rewound,
     Started,
     Tick,
 )
@@ -80,10 +82,9 @@ def _on_started(turn: Turn, event: Started) -> None:
     turn.set(chain=chain, applied=event.height, digest=event.digest, term=event.term, heard=event.now)
     if chain.height and chain.lock.run_id != turn.state.lock.run_id:
         turn.stop("the ledger in this node's folder is of another run: use another folder", 1)
-    elif event.height > chain.height:
-        turn.stop(
-            "the replica is ahead of the ledger on disk: remove the checkpoint to start from the base", 1
-        )
+    elif event.height and not turn.fits(event.height, event.digest):
+        turn.note("checkpoint", reason=f"it does not fit the ledger at entry {event.height}: from the base")
+        turn.rewind(far=True)
     else:
         turn.check_digest()
     if not turn.state.stopped:
@@ -180,11 +181,31 @@ def _on_progress(turn: Turn, event: Progress) -> None:
 def _on_applied(turn: Turn, event: EntriesApplied) -> None:
     state = turn.state
     assert len(event.digests) == state.applying > 0
+    if state.rewind:
+        return turn.set(applying=0)
     for height, digest in enumerate(event.digests[:-1], state.applied + 1):
         if not turn.agrees(height, digest):
             return
     reached = state.applied + state.applying
     turn.set(applied=reached, applying=0, digest=event.digests[-1], ms=event.ms)
+    turn.check_digest()
+    if not turn.state.stopped:
+        turn.tell_applied()
+
+
+def _on_rewound(turn: Turn, event: Rewound) -> None:
+    """The master is a state of the entries given, unless the ledger changed meanwhile: then once more."""
+    given = turn.state.rewinding
+    assert given is not None and 0 <= event.height <= len(given)
+    turn.set(rewinding=None)
+    chain = turn.state.chain
+    if tuple(chain.entries[: event.height]) != given[: event.height]:
+        return  # `rewind` is still set
+    if event.height and not turn.fits(event.height, event.digest):
+        turn.note("checkpoint", reason=f"it does not fit the ledger at entry {event.height}: from the base")
+        return turn.rewind(far=True)
+    turn.set(rewind=False, applied=event.height, digest=event.digest, ms=event.ms)
+    turn.note("rewound", entries=event.height, digest=f"{event.digest:016x}", ms=event.ms)
     turn.check_digest()
     if not turn.state.stopped:
         turn.tell_applied()
@@ -200,8 +221,10 @@ def _on_received(turn: Turn, event: Received) -> None:
 def _go_on(turn: Turn) -> None:
     """Fetch what is missing, move the master, start the next unit, say farewell when the run is over."""
     _fetch(turn)
-    if turn.state.applying:
+    if turn.state.applying or turn.state.rewinding is not None:
         return
+    if turn.state.rewind:
+        return _rewind(turn)
     _advance(turn)
     state = turn.state
     if not state.applying and not state.running and not state.leaving:
@@ -233,6 +256,13 @@ def _advance(turn: Turn) -> None:
         turn.do(Apply(entries))
 
 
+def _rewind(turn: Turn) -> None:
+    if turn.state.running is None and not turn.state.leaving:
+        entries = () if turn.state.rewind_far else tuple(turn.state.chain.entries)
+        turn.set(rewinding=entries)
+        turn.do(Rewind(entries))
+
+
 def _start_next(turn: Turn) -> None:
     state = turn.state
     if state.applied < state.chain.height:
@@ -252,5 +282,6 @@ _ON_EVENT: dict[type[Event], Callable[[Turn, Any], None]] = {
     Cancelled: _on_cancelled,
     Progress: _on_progress,
     EntriesApplied: _on_applied,
+    Rewound: _on_rewound,
     Leave: _on_leave,
 }

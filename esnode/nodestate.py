@@ -11,7 +11,7 @@ from typing import Any
 
 from esnode.events import About, CancelUnit, Effect, Note, Send, Stop
 from protocol.chain import Chain
-from protocol.entries import EntryKind
+from protocol.entries import Entry, EntryKind
 from protocol.lock import Lock
 from protocol.messages import WIRE_VERSION, Applied, Hello, Message, Result, Unit
 
@@ -58,6 +58,9 @@ class State:
     ms: int = 0  # the last apply
     running: Running | None = None
     applying: int = 0  # entries of an Apply that is not answered: the engine is busy
+    rewind: bool = False  # the master must go back before anything else is done with it
+    rewind_far: bool = False  # to the base, no checkpoint is good enough
+    rewinding: tuple[Entry, ...] | None = None  # entries of a Rewind that is not answered: likewise busy
     queue: tuple[Work, ...] = ()
     unacked: tuple[Sent, ...] = ()
     term: int = 0  # highest ever answered
@@ -140,7 +143,7 @@ class Turn:
                 fingerprint=about.fingerprint,
                 height=chain.height,
                 tip=chain.tip if chain.height else b"",
-                digest=state.digest if state.rounds == chain.round else 0,
+                digest=state.digest if state.rounds == chain.round and not state.rewind else 0,
                 term=state.term,
                 units=tuple(unit for unit, _ in state.held),
             )
@@ -151,9 +154,23 @@ class Turn:
     def tell_applied(self) -> None:
         """D of the master, and where it stands."""
         state = self.state
-        if state.applied:
+        if state.applied and not state.rewind:
             tip = state.chain.entries[state.applied - 1].hash[:8]
             self.send(Applied(state.applied, tip, state.digest, state.ms))
+
+    def rewind(self, *, far: bool = False) -> None:
+        """The master is of no use as it is: rewind it as soon as the engine is idle, then apply again.
+
+        What hangs on the present state goes: units, results on their way, the word on D. `far`: no
+        checkpoint is trusted, the base it must be.
+        """
+        self.cancel_running()
+        self.set(rewind=True, rewind_far=far, applied=0, digest=0, queue=(), unacked=())
+
+    def fits(self, height: int, digest: int) -> bool:
+        """Whether a master with this D may be the state after `height` entries, as far as they tell."""
+        entries = self.state.chain.entries
+        return (height < len(entries) and entries[height].digest == digest) or height == len(entries)
 
     def cancel_running(self) -> None:
         """The running unit's outcome is of no use any more."""
@@ -165,6 +182,8 @@ class Turn:
     def check_digest(self) -> None:
         """The next entry states D of the state before it: it must be this replica's."""
         state = self.state
+        if state.rewind:
+            return
         if state.applied < state.chain.height:
             self.agrees(state.applied, state.digest)
         elif not state.applied and state.digest != state.lock.digest:

@@ -123,6 +123,10 @@ class Replica:
         """
         return self.state.apply(entries, self._restore_part)
 
+    def reset(self) -> int:
+        """Masters and live weights of the base checkpoint again; its D."""
+        return self.state.reset(self._restore_part)
+
     def replay(self, chain: Chain, upto: int) -> int:
         """Fold the first `upto` rounds of an ancestor's chain; D after them. Errors as of `State.replay`."""
         return self.state.replay(chain, upto, self._restore_part)

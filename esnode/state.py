@@ -146,6 +146,22 @@ class State:
         self._torn = False
         return [total % U64 for total in totals]
 
+    def reset(self, visit: Visit = nothing) -> int:
+        """Read the base checkpoint again into the masters there are; D of the base.
+
+        Also mends a state whose update was interrupted. For a fork, `replay` the parents' chains next.
+        """
+        self._torn = True
+        digest = 0
+        for spec, values in manifest.tensors(self.folder, [part.spec for part in self.parts]):
+            part = self._by_name[spec.name]
+            part.master.copy_(_master(values, self.lock.master))
+            digest += self.kernels.digest(part.master, part.key, part.region)
+            visit(part)
+        self._digest = digest % U64
+        self._torn = False
+        return self._digest
+
     def replay(self, chain: Chain, upto: int, visit: Visit = nothing) -> int:
         """Fold the first `upto` rounds of an ancestor's chain; D after them.
 

@@ -24,7 +24,7 @@ from esnode.scoring import Scorer
 from esnode.worker import Outcome, Worker
 from protocol import plan
 from protocol.errors import UserError
-from protocol.ledger import Entry
+from protocol.ledger import Chain, Entry
 from protocol.lock import Lock
 from protocol.messages import Unit
 
@@ -37,9 +37,15 @@ class Workshop:
     """Engine, worker and scorer of one run. Not thread-safe."""
 
     def __init__(
-        self, engine: TransformersEngine, worker: Worker, scorer: Scorer | None, about: About
+        self,
+        engine: TransformersEngine,
+        worker: Worker,
+        scorer: Scorer | None,
+        about: About,
+        ancestors: Sequence[tuple[Chain, int]] = (),
     ) -> None:
         self.about = about
+        self._ancestors = ancestors
         self._engine = engine
         self._worker = worker
         self._scorer = scorer
@@ -51,6 +57,16 @@ class Workshop:
     def apply(self, entries: Sequence[Entry]) -> list[int]:
         """Fold entries into the master; D after each."""
         return self._engine.apply(entries)
+
+    def rewind(self, entries: Sequence[Entry]) -> tuple[int, int]:
+        """Bring the master to a state of this beginning of the ledger: (entries it reflects, D).
+
+        The base checkpoint, or a fork's parent, reflects none of them.
+        """
+        self._engine.reset()
+        for chain, upto in self._ancestors:
+            self._engine.replay(chain, upto)
+        return 0, self._engine.digest()
 
     def evaluate(self, unit: Unit, stop: Callable[[], bool], progress: Callable[[int], None]) -> Outcome:
         """Measure a unit; Cancelled once `stop()` is true."""
@@ -86,11 +102,12 @@ def load(options: Options, lock: Lock) -> Workshop:
         device=device,
         report=tell,
     )
-    for chain, upto in ancestry.ancestors(lock, options.run / "parents"):
+    ancestors = ancestry.ancestors(lock, options.run / "parents")
+    for chain, upto in ancestors:
         engine.replay(chain, upto)
     scorer = locking.scorer(lock, data, code=options.code)
     about = About(options.name, engine.backend, device, selftest, engine.fingerprint)
-    return Workshop(engine, Worker(lock, engine, prepared, scorer), scorer, about)
+    return Workshop(engine, Worker(lock, engine, prepared, scorer), scorer, about, ancestors)
 
 
 def _model(options: Options, lock: Lock, log: logging.Logger) -> ModelFolder:

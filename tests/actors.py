@@ -256,6 +256,10 @@ class SimNode(Actor):
                     world.checkers.replica(entry.round + (entry.kind is EntryKind.COMMIT), digest, self.name)
                 ms = 20 * len(entries)
                 self.later(ms / 1000, lambda: self.step(ne.EntriesApplied(world.now, digests, ms)))
+            case ne.Rewind():
+                self.replica = Replica(world.lock)
+                digest = self.replica.digest
+                self.later(0.05, lambda: self.step(ne.Rewound(world.now, 0, digest, 50)))
             case ne.Store(first, raws):
                 require(first <= len(self.disk.raws), f"{self.name} stores entry {first} behind a gap")
                 for height, raw in enumerate(raws, first):

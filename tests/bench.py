@@ -59,12 +59,19 @@ def unit_of(round: int = 0, member: int = 0) -> Unit:
 class Bench:
     """A node's state and the effects of the last step."""
 
-    def __init__(self, held: list[Entry] | None = None, *, term: int = 0, digest: int = LOCK.digest) -> None:
+    def __init__(
+        self,
+        held: list[Entry] | None = None,
+        *,
+        term: int = 0,
+        height: int = 0,
+        digest: int = LOCK.digest,
+    ) -> None:
         self.state = node.new(LOCK, ABOUT)
         self.now = 10.0
         self.effects: tuple[events.Effect, ...] = ()
         raws = tuple(entry.raw for entry in held or [])
-        self.step(events.Started(self.now, term, raws, 0, digest))
+        self.step(events.Started(self.now, term, raws, height, digest))
 
     def step(self, event: events.Event) -> tuple[events.Effect, ...]:
         self.state, self.effects = node.step(self.state, event)

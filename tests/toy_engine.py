@@ -78,6 +78,10 @@ class ToyWorkshop:
             digests.append(self.digest())
         return digests
 
+    def rewind(self, entries: Sequence[Entry]) -> tuple[int, int]:
+        self._master = base_weights()
+        return 0, self.digest()
+
     def evaluate(self, unit: Unit, stop: Callable[[], bool], progress: Callable[[int], None]) -> ToyOutcome:
         lock = self._lock
         if unit.kind == Kind.MEMBER and unit.member in self._fail:

@@ -102,6 +102,11 @@ class TransformersEngine:
         self._decoder.packing.drop()
         return self._replica.apply(entries)
 
+    def reset(self) -> int:
+        """Read the base checkpoint again; its D. For a fork, `replay` the parents' chains next."""
+        self._decoder.packing.drop()
+        return self._replica.reset()
+
     def replay(self, chain: Chain, upto: int) -> int:
         """Fold the first `upto` rounds of an ancestor's chain (a fork's parent); D after them."""
         self._decoder.packing.drop()
