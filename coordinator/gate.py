@@ -12,7 +12,7 @@ import errno
 import os
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from zmq.utils.monitor import parse_monitor_message
 from protocol import wire, zmtp
 from protocol.errors import UserError
 from protocol.keys import KEY_BYTES, curve_public
-from protocol.messages import SCHEMA, Bye, Hello, Message, Refuse, Rehello
+from protocol.messages import SCHEMA, BlobAsk, Bye, Hello, Message, Refuse, Rehello
 
 MAX_BODY = max(rule.limit for rule in SCHEMA if rule.sender != "coordinator")
 UNKNOWN = "unknown"  # the peer of a refusal when no key was proved
@@ -86,6 +86,7 @@ class Gate:
         """`secret`: the coordinator's 32-byte CURVE secret, or None for no encryption (loopback only)."""
         self.names = names
         self.counts = Counts()
+        self.blobs: Callable[[BlobAsk], Message] | None = None  # answers at the door, no Hello needed
         self._encrypted = secret is not None
         self._shut_out: set[bytes] = set()
         self._address: dict[bytes, bytes] = {}
@@ -185,6 +186,9 @@ class Gate:
             self.counts.refuse(name, "malformed")
             return None
         self.counts.bytes_in[type(message).__name__] += size
+        if isinstance(message, BlobAsk) and self.blobs is not None:
+            self._send_to(route, self.blobs(message))
+            return None
         if not self._owns_address(peer, route, message):
             return None
         return Delivery(peer, message, size)

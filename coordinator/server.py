@@ -25,6 +25,7 @@ import zmq
 
 from coordinator import machine
 from coordinator.admin import Admin
+from coordinator.blobs import Shelf
 from coordinator.events import (
     Effect,
     Event,
@@ -68,6 +69,7 @@ class Server:
         self._outputs = Outputs(setup.folder, log)
         self._context: zmq.Context[Any] = zmq.Context()
         self._gate = Gate(self._context, None if plain else setup.curve_secret, setup.roster)
+        self._gate.blobs = Shelf(setup.lock, setup.folder / "task.jsonl").answer
         self.address = self._bind(bind)
         self._admin = Admin(self._context, setup.folder / "coordinator", self._answer)
         self._poller = zmq.Poller()

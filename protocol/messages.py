@@ -13,6 +13,7 @@ from typing import TypeAlias
 import msgspec
 
 WIRE_VERSION = 1
+BLOB_PART = 256 * 1024  # bytes of one Blob
 
 # How the reason of a Bye begins that is no fault: a node that hears it stops with exit code 0.
 RUN_ENDED = "the run has ended"
@@ -186,6 +187,28 @@ class Bye(Message, frozen=True):
     reason: str
 
 
+class BlobAsk(Message, frozen=True):
+    """node -> coordinator, also before Hello: a part of a blob known by its digest.
+
+    The lock goes by the run id (BLAKE2b-256), the task's data by the lock's SHA-256. It may be the first
+    thing said on a connection, so it offers a range of wire versions as Hello does.
+    """
+
+    wire_min: int
+    wire_max: int
+    digest: bytes  # 32 bytes
+    offset: int
+
+
+class Blob(Message, frozen=True):
+    """coordinator -> node: bytes from `offset` on of a blob of `total` bytes, at most `BLOB_PART` of them."""
+
+    digest: bytes
+    offset: int
+    total: int
+    data: bytes
+
+
 AnyMessage: TypeAlias = (
     Hello
     | Welcome
@@ -204,6 +227,8 @@ AnyMessage: TypeAlias = (
     | NodeBeat
     | CoordBeat
     | Bye
+    | BlobAsk
+    | Blob
 )
 
 
@@ -239,6 +264,8 @@ SCHEMA: tuple[Rule, ...] = (
     Rule(15, NodeBeat, "node", 4 * _KB, "CoordBeat"),
     Rule(16, CoordBeat, "coordinator", 4 * _KB, ""),
     Rule(17, Bye, "coordinator", 2 * _KB, ""),
+    Rule(22, BlobAsk, "node", 64, "Blob, Refuse"),
+    Rule(23, Blob, "coordinator", BLOB_PART + 128, ""),
 )
 
 RULE_BY_TAG = {rule.tag: rule for rule in SCHEMA}

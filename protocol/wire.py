@@ -17,10 +17,12 @@ import msgspec
 from protocol.entries import HASH, MAX_NAME, MAX_REASON, MalformedEntry, packed, short, unpacked
 from protocol.lock import MAX_MEMBERS
 from protocol.messages import (
+    BLOB_PART,
     RULE_BY_TAG,
     RULE_BY_TYPE,
     SCHEMA,
     AnyMessage,
+    Blob,
     Commit,
     Entries,
     Fetch,
@@ -138,6 +140,7 @@ _SIZES: dict[str, tuple[int, ...]] = {
     "selftest": (8,),
     "fingerprint": (8,),
     "evidence": (8,),
+    "digest": (HASH,),  # of a blob; the digests of masters are numbers
 }
 _SIZES_OF: dict[type[Message], dict[str, tuple[int, ...]]] = {
     Hello: {"run": (0, HASH), "tip": (0, HASH)},  # a newcomer knows neither run nor chain
@@ -159,6 +162,15 @@ def _fault(message: Message) -> str:
                 return fault
     if isinstance(message, Result) and len(message.sums) != message.unit.last - message.unit.first + 1:
         return f"{len(message.sums)} sums for chunks {message.unit.first} to {message.unit.last}"
+    if isinstance(message, Blob):
+        return _blob_fault(message)
+    return ""
+
+
+def _blob_fault(blob: Blob) -> str:
+    end = blob.offset + len(blob.data)
+    if len(blob.data) > BLOB_PART or end > blob.total or (not blob.data and blob.offset < blob.total):
+        return f"{len(blob.data)} bytes from {blob.offset} on of {blob.total}"
     return ""
 
 

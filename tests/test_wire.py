@@ -15,11 +15,14 @@ from hypothesis import strategies as st
 
 from protocol.entries import EndBody, seal
 from protocol.messages import (
+    BLOB_PART,
     RULE_BY_TYPE,
     SCHEMA,
     Ack,
     Applied,
     Assign,
+    Blob,
+    BlobAsk,
     Bye,
     Cancel,
     Commit,
@@ -82,6 +85,8 @@ EXAMPLES: tuple[Message, ...] = (
     NodeBeat(10, b"tip_____", ((UNIT, 512), (Unit(12, Kind.PROBE, 0, 0, 1), 0))),
     CoordBeat(3, 10, b"tip_____", (UNIT,)),
     Bye("the run ended"),
+    BlobAsk(1, 1, b"d" * 32, 2**18),
+    Blob(b"d" * 32, 2**18, 2**18 + 3, b"end"),
 )  # fmt: skip
 
 
@@ -133,6 +138,11 @@ STRATEGIES: dict[type[Message], st.SearchStrategy[Any]] = {
     ),
     CoordBeat: st.builds(CoordBeat, U32, U32, B8, st.lists(UNITS, max_size=4).map(tuple)),
     Bye: st.builds(Bye, TEXT),
+    BlobAsk: st.builds(BlobAsk, U32, U32, B32, U32),
+    Blob: st.builds(
+        lambda digest, offset, data, rest: Blob(digest, offset, offset + len(data) + rest, data),
+        B32, st.integers(0, 2**31), st.binary(min_size=1, max_size=99), st.integers(0, 2**30),
+    ),
 }  # fmt: skip
 
 
@@ -204,6 +214,8 @@ def test_limits_fit_the_largest_legal_messages() -> None:
         Cancel(small),
         *(type(m)("\U0001f600" * 1000) for m in (Refuse(""), Release(""), Bye(""))),
         Failed(small, "\U0001f600" * 1000),
+        BlobAsk(2**32 - 1, 2**32 - 1, b"d" * 32, 2**32 - 1),
+        Blob(b"d" * 32, 2**31, 2**32 - 1, bytes(BLOB_PART)),
         Ack(small, "\U0001f600" * 1000),
     ):  # fmt: skip
         assert decode(encode(message), sender_of(message))
@@ -217,6 +229,9 @@ def test_reasons_are_cut_and_everything_else_is_refused() -> None:
         Applied(-1, b"12345678", 0, 0),
         Cancel(Unit(0, 0, 0, 3, 2)),
         Commit(1, b"no entry"),
+        Blob(b"d" * 32, 0, 2, b"123"),
+        Blob(b"d" * 32, 0, 2, b""),
+        Blob(b"d" * 32, 0, 2**20, bytes(BLOB_PART + 1)),
         Commit(1, entry()[:-1] + b"x" + b"y"),
         Entries(0, (entry()[:-70] + bytes(70),)),
     ):
