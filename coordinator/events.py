@@ -8,8 +8,9 @@ heartbeats repair.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any, TypeAlias
+
+import msgspec
 
 from protocol.messages import Message, Result, Unit
 from protocol.plan import Ops
@@ -17,8 +18,7 @@ from protocol.plan import Ops
 # ---------------------------------------------------------------- events
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
+class Started(msgspec.Struct, frozen=True):
     """First event of a process, with a new `term` and 8 bytes of secret entropy from the shell."""
 
     now: float
@@ -26,15 +26,13 @@ class Started:
     nonce: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(msgspec.Struct, frozen=True):
     """Time passes. `now` is monotonic seconds of the shell's clock."""
 
     now: float
 
 
-@dataclass(frozen=True, slots=True)
-class Received:
+class Received(msgspec.Struct, frozen=True):
     """A well-formed message from the holder of CURVE key `peer` (32 bytes)."""
 
     now: float
@@ -42,16 +40,14 @@ class Received:
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class OpsChanged:
+class OpsChanged(msgspec.Struct, frozen=True):
     """The operator changed `[ops]`."""
 
     now: float
     ops: Ops
 
 
-@dataclass(frozen=True, slots=True)
-class StopRequested:
+class StopRequested(msgspec.Struct, frozen=True):
     """SIGTERM or Ctrl-C: say Bye to everybody and stop; the open round stays in the journal."""
 
     now: float
@@ -63,28 +59,24 @@ Event: TypeAlias = Started | Tick | Received | OpsChanged | StopRequested
 # ---------------------------------------------------------------- journal records
 
 
-@dataclass(frozen=True, slots=True)
-class TermTaken:
+class TermTaken(msgspec.Struct, frozen=True):
     term: int
     nonce: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class EntryAppended:
+class EntryAppended(msgspec.Struct, frozen=True):
     height: int
     raw: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class ResultAccepted:
+class ResultAccepted(msgspec.Struct, frozen=True):
     """`evaluator` is the roster number."""
 
     evaluator: int
     result: Result
 
 
-@dataclass(frozen=True, slots=True)
-class UnitFailed:
+class UnitFailed(msgspec.Struct, frozen=True):
     evaluator: int
     unit: Unit
     reason: str
@@ -95,27 +87,23 @@ Record: TypeAlias = TermTaken | EntryAppended | ResultAccepted | UnitFailed
 # ---------------------------------------------------------------- effects
 
 
-@dataclass(frozen=True, slots=True)
-class Persist:
+class Persist(msgspec.Struct, frozen=True):
     record: Record
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(msgspec.Struct, frozen=True):
     peer: bytes
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class Note:
+class Note(msgspec.Struct, frozen=True):
     """Something worth a line in metrics, units or the log; never needed for correctness."""
 
     kind: str  # "unit", "commit", "score", "refused", "membership", "failed", "dispute", ...
-    fields: dict[str, Any] = field(default_factory=dict)
+    fields: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Stop:
+class Stop(msgspec.Struct, frozen=True):
     """The process ends: the run is over (code 0) or must not go on (code 1)."""
 
     reason: str

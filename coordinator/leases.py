@@ -9,7 +9,8 @@ Called by `machine.py`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from coordinator.membership import SUSPECT_AFTER, Lease, Node, median_pace
 from coordinator.rounds import Cells, Round
@@ -19,8 +20,7 @@ from protocol.messages import Kind, Unit
 OVERDUE = 1.5  # a unit that takes this many times its usual seconds may take as long again
 
 
-@dataclass(frozen=True, slots=True)
-class Rescue:
+class Rescue(msgspec.Struct, frozen=True):
     """An idle node takes `unit`.
 
     With `victim` its waiting lease `old` is taken back and it keeps `keep` of it.

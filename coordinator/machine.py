@@ -9,8 +9,9 @@ effects in the order of `events.py`. `State`, `new`, `recall` and `status` are r
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from coordinator import membership, rounds, work
 from coordinator.events import (

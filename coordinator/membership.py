@@ -6,7 +6,8 @@ Pure. Every decision is a function that returns the verdict and the reason in wo
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import msgspec
+from msgspec.structs import replace
 
 from protocol.chain import Chain
 from protocol.entries import EntryKind
@@ -29,8 +30,7 @@ READY, SUSPECT, LOST, NEW, BEHIND, STALLED, LEFT = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Lease:
+class Lease(msgspec.Struct, frozen=True):
     """A unit a node is believed to hold. The first of a node's leases is the one it runs.
 
     `sent`: assigned by this process; otherwise learned from the node, which ran it already.
@@ -44,8 +44,7 @@ class Lease:
     sent: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Tally:
+class Tally(msgspec.Struct, frozen=True):
     """What became of a node's work, counted since this process started."""
 
     accepted: int = 0
@@ -54,8 +53,7 @@ class Tally:
     failed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
+class Node(msgspec.Struct, frozen=True):
     """One key of the pool, as far as this process has seen it."""
 
     key: bytes
@@ -75,8 +73,7 @@ class Node:
     tally: Tally = Tally()
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(msgspec.Struct, frozen=True):
     """A decision and why."""
 
     ok: bool

@@ -5,8 +5,9 @@ Pure. Reached as `machine.status`; shown by `esnode status`, the progress displa
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
+
+from msgspec.structs import asdict
 
 from coordinator import membership, rounds
 from coordinator.membership import READY, Node

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, replace
+
+import msgspec
+from msgspec.structs import replace
 
 from protocol.chain import Chain
 from protocol.entries import COMPLETE, QUORUM, CommitBody, EntryKind, MemberReward, ScoreBody
@@ -24,8 +26,7 @@ NODES_TO_VOID = 2
 MIN_MEMBERS = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Cells:
+class Cells(msgspec.Struct, frozen=True):
     """The chunks of one member or of the probe. All tuples have one element per chunk."""
 
     sums: tuple[float | None, ...]
@@ -53,8 +54,7 @@ class Cells:
         return sum(s is None and n == 0 for s, n in zip(self.sums, self.leases, strict=True))
 
 
-@dataclass(frozen=True, slots=True)
-class Round:
+class Round(msgspec.Struct, frozen=True):
     """The open round. `parent` is the hash of the entry that made the state it is measured on."""
 
     number: int
@@ -85,8 +85,7 @@ class Round:
         return cells is not None and not cells.void and None in cells.sums[unit.first : unit.last + 1]
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(msgspec.Struct, frozen=True):
     """What became of a result: "ok", "duplicate", "late" or "refused", and why.
 
     `conflict`: it carries another value for a chunk that is in already; the first one stays.
@@ -97,8 +96,7 @@ class Verdict:
     conflict: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Closing:
+class Closing(msgspec.Struct, frozen=True):
     """How a round may close: the members counted, those left out with the reason, and the closing code."""
 
     members: tuple[int, ...]

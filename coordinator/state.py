@@ -7,7 +7,9 @@ the whole journal and, entry by entry, in live steps. Called by `turn.py` and `m
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+
+import msgspec
+from msgspec.structs import replace
 
 from coordinator import rounds
 from coordinator.events import EntryAppended, Record, ResultAccepted, TermTaken
@@ -22,8 +24,7 @@ from protocol.shaping import mean_and_std
 LEDGER = "the ledger"
 
 
-@dataclass(frozen=True, slots=True)
-class CommitSummary:
+class CommitSummary(msgspec.Struct, frozen=True):
     """One committed round in numbers."""
 
     round: int
@@ -35,15 +36,14 @@ class CommitSummary:
     std: float
 
 
-@dataclass(frozen=True, slots=True)
-class State:
+class State(msgspec.Struct, frozen=True):
     """All the coordinator knows; a value: neither it nor anything in it is changed in place."""
 
     lock: Lock
     ops: Ops
     key: bytes  # Ed25519 seed that signs entries
     allowed: Mapping[bytes, str]  # CURVE key -> name
-    chain: Chain = field(default_factory=Chain)
+    chain: Chain = msgspec.field(default_factory=Chain)
     term: int = 0
     nonce: bytes = b""
     now: float = 0.0
@@ -51,12 +51,12 @@ class State:
     round: Round | None = None
     digest: int | None = None  # D of the open round's state
     witness: str = ""  # who said so first
-    nodes: Mapping[bytes, Node] = field(default_factory=dict)
-    numbers: Mapping[bytes, int] = field(default_factory=dict)  # CURVE key -> roster number
+    nodes: Mapping[bytes, Node] = msgspec.field(default_factory=dict)
+    numbers: Mapping[bytes, int] = msgspec.field(default_factory=dict)  # CURVE key -> roster number
     ready: int = 0  # nodes that may take units, as of the last tick or membership event
     alive: tuple[int, ...] = ()  # roster numbers of the nodes that are there at all, likewise
     selftest: bytes = b""  # what the pool's kernels answer
-    counters: Mapping[str, int] = field(default_factory=dict)
+    counters: Mapping[str, int] = msgspec.field(default_factory=dict)
     refusals: tuple[str, ...] = ()  # the last few, in words
     history: tuple[CommitSummary, ...] = ()
     scores: tuple[ScoreBody, ...] = ()

@@ -8,8 +8,9 @@ by `machine.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from coordinator import rounds
 from coordinator.events import Effect, EntryAppended, Note, Persist, Record, Send, Stop

@@ -7,7 +7,8 @@ and `leases.py`; here they are carried out. Called by `machine.py`.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from coordinator import leases, membership, rounds
 from coordinator.events import ResultAccepted, UnitFailed

@@ -8,8 +8,10 @@ Whatever the bytes are, it returns a message or raises MalformedMessage.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from functools import cache
+from operator import attrgetter
+from typing import Any, cast, get_args, get_origin
 
 import msgpack
 import msgspec
@@ -53,9 +55,10 @@ def encode(message: Message) -> bytes:
     Reasons and verdicts are for people and often hold foreign text: they are cut to length instead.
     """
     rule = RULE_BY_TYPE[type(message)]
-    for name in ("reason", "verdict"):
-        if name in message.__struct_fields__:
-            words = short(getattr(message, name), _LENGTHS[name])
+    for name in _WORDS[type(message)]:
+        given = getattr(message, name)
+        words = short(given, _LENGTHS[name])
+        if words != given:
             message = msgspec.structs.replace(message, **{name: words})
     reason = _fault(message)
     if reason:
@@ -150,16 +153,21 @@ _LENGTHS = {"name": MAX_NAME, "backend": 64, "device": 200, "reason": MAX_REASON
 _COUNTS = {"units": MAX_UNITS, "entries": MAX_ENTRIES, "sums": MAX_CHUNKS, "times": 3}
 
 
+_WORDS = {
+    rule.type: [name for name in ("reason", "verdict") if name in rule.type.__struct_fields__]
+    for rule in SCHEMA
+}
+Check = Callable[[Any], str]
+
+
 def _fault(message: Message) -> str:
     """What is out of its range in a message whose types are right; empty when nothing is."""
-    for where, name, value in _values(message):
-        fault = _value_fault(type(where), name, value)
+    for get, check in _checks(type(message)):
+        fault = check(get(message))
         if fault:
-            return f"{name} {fault}"
-        if isinstance(value, Unit):
-            fault = _unit_fault(value)
-            if fault:
-                return fault
+            return fault
+    if isinstance(message, Unit):
+        return _unit_fault(message)
     if isinstance(message, Result) and len(message.sums) != message.unit.last - message.unit.first + 1:
         return f"{len(message.sums)} sums for chunks {message.unit.first} to {message.unit.last}"
     if isinstance(message, Blob):
@@ -174,33 +182,61 @@ def _blob_fault(blob: Blob) -> str:
     return ""
 
 
-def _values(message: Message) -> Iterator[tuple[Message, str, Any]]:
-    """(owner, field name, value) of every single value, those of units and tuples included."""
-    for name in message.__struct_fields__:
-        stack = [getattr(message, name)]
-        while stack:
-            value = stack.pop()
-            yield message, name, value
-            if isinstance(value, tuple):
-                stack.extend(value)
-            elif isinstance(value, Message):
-                yield from _values(value)
+@cache
+def _checks(owner: type[Message]) -> tuple[tuple[Callable[[Message], Any], Check], ...]:
+    """How each field of a message type is read and checked: the tables above, looked up once per type."""
+    rows = msgspec.structs.fields(owner)
+    return tuple((attrgetter(row.name), _check(owner, row.name, row.type)) for row in rows)
 
 
-def _value_fault(owner: type[Message], name: str, value: Any) -> str:
-    if isinstance(value, int):
-        low, high = _SMALL.get(owner, {}).get(name, (0, _WIDE.get(name, _U32)))
-        return "" if low <= value <= high else f"= {value}, outside {low} .. {high}"
-    if isinstance(value, float):
-        return "" if math.isfinite(value) else f"= {value}, not a finite number"
-    if isinstance(value, bytes):
+def _check(owner: type[Message], name: str, kind: Any) -> Check:
+    """The check of one field, or of a tuple's element, by its declared type."""
+    if kind is int:
+        return _whole_check(name, *_SMALL.get(owner, {}).get(name, (0, _WIDE.get(name, _U32))))
+    if kind is float:
+        return lambda value: "" if math.isfinite(value) else f"{name} = {value}, not a finite number"
+    if kind is bytes:
         sizes = _SIZES_OF.get(owner, {}).get(name) or _SIZES.get(name)
-        return "" if sizes is None or len(value) in sizes else f"of {len(value)} bytes"
-    if isinstance(value, str):
-        return "" if len(value) <= _LENGTHS[name] else f"of {len(value)} characters"
-    if isinstance(value, tuple) and name in _COUNTS:
-        return "" if len(value) <= _COUNTS[name] else f"with {len(value)} elements"
-    return ""
+        return lambda value: "" if not sizes or len(value) in sizes else f"{name} of {len(value)} bytes"
+    if kind is str:
+        longest = _LENGTHS[name]
+        return lambda value: "" if len(value) <= longest else f"{name} of {len(value)} characters"
+    if isinstance(kind, type) and issubclass(kind, Message):
+        return _fault
+    elements = get_args(kind)
+    if get_origin(kind) is not tuple:
+        raise TypeError(f"{owner.__name__}.{name}: no check for {kind}")
+    if elements[-1] is Ellipsis:
+        return _row_check(name, _COUNTS.get(name, MAX_CHUNKS), _check(owner, name, elements[0]))
+    return _each_check(tuple(_check(owner, name, element) for element in elements))
+
+
+def _whole_check(name: str, low: int, high: int) -> Check:
+    return lambda value: "" if low <= value <= high else f"{name} = {value}, outside {low} .. {high}"
+
+
+def _row_check(name: str, longest: int, check: Check) -> Check:
+    def row(values: tuple[Any, ...]) -> str:
+        if len(values) > longest:
+            return f"{name} with {len(values)} elements"
+        for value in values:
+            fault = check(value)
+            if fault:
+                return fault
+        return ""
+
+    return row
+
+
+def _each_check(checks: tuple[Check, ...]) -> Check:
+    def each(values: tuple[Any, ...]) -> str:
+        for check, value in zip(checks, values, strict=True):
+            fault = check(value)
+            if fault:
+                return fault
+        return ""
+
+    return each
 
 
 def _unit_fault(unit: Unit) -> str:
