@@ -88,7 +88,9 @@ def _resend(turn: Turn) -> None:
 def _on_bye(turn: Turn, message: Bye) -> None:
     if message.reason.startswith(RELEASED) and not turn.state.leaving:
         return  # meant for an earlier process with this key
-    harmless = message.reason.startswith((RUN_ENDED, STOPPED)) or bool(turn.state.leaving)
+    if message.reason.startswith(STOPPED) and not turn.state.leaving:
+        return turn.note("link", reason=f"{message.reason}; this node waits for its return")
+    harmless = message.reason.startswith(RUN_ENDED) or bool(turn.state.leaving)
     turn.stop(message.reason, 0 if harmless else 1)
 
 

@@ -217,7 +217,8 @@ def _train(place: RunFolder, lock: Lock, request: Request, console: Console, des
     try:
         _start(place, names, request, descriptor, children)
         _follow(watch, children, console)
-        children.wait(folder.STALE_WAIT)
+        if _ended(place, lock):  # else the nodes would wait for the coordinator's return
+            children.wait(folder.STALE_WAIT)
     except KeyboardInterrupt:
         say(console, "stopping coordinator and nodes")
         raise

@@ -83,12 +83,25 @@ def test_the_end_is_confirmed_and_the_node_stops_with_bye_or_without() -> None:
 
 @pytest.mark.parametrize(
     ("reason", "code"),
-    [(RUN_ENDED, 0), (f"{STOPPED}: Ctrl-C", 0), ("superseded: two machines use one key", 1)],
+    [(RUN_ENDED, 0), ("superseded: two machines use one key", 1)],
 )
 def test_bye_stops_with_the_code_its_reason_deserves(reason: str, code: int) -> None:
     bench = working()
     bench.hear(Bye(reason))
     assert bench.stop is not None and (bench.stop.reason, bench.stop.code) == (reason, code)
+
+
+def test_a_coordinator_that_is_stopped_sends_nobody_home() -> None:
+    """Its restart (an upgrade, say) must need no hand on any node."""
+    bench = working()
+    bench.hear(Bye(f"{STOPPED}: SIGTERM received"))
+    assert bench.stop is None
+    bench.hear(Rehello())  # what the daemon says after each reconnect
+    assert bench.sent(Hello)
+    bench = working()
+    bench.step(events.Leave(bench.now, "SIGTERM"))
+    bench.hear(Bye(f"{STOPPED}: SIGTERM received"))
+    assert bench.stop is not None and bench.stop.code == 0
 
 
 def test_leaving_hands_everything_back() -> None:

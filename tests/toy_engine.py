@@ -55,11 +55,12 @@ def base_digest() -> int:
 class ToyWorkshop:
     """Engine, prompts and scorer in one."""
 
-    def __init__(self, lock: Lock, name: str) -> None:
+    def __init__(self, lock: Lock, name: str, seconds: float | None = None) -> None:
+        """`seconds` per unit instead of the lock's."""
         self._lock = lock
         self._key = seeds.tensor_key(TENSOR)
         self._master = base_weights()
-        self._seconds = float(lock.task_options.get("seconds", 0.0))
+        self._seconds = float(lock.task_options.get("seconds", 0.0)) if seconds is None else seconds
         self._deaf = bool(lock.task_options.get("deaf", False))
         self._fail = set(lock.task_options.get("fail", ()))
         print_ = hashlib.blake2b(b"toy", digest_size=8).digest()

@@ -1,0 +1,321 @@
+"""Random kill -9, SIGSTOP, SIGTERM and restarts of a coordinator and four nodes, all real processes.
+
+`python -m tests.chaos --minutes 30 --seed 1` tells the story as it happens and ends with a verdict and the
+line that repeats it. The schedule is drawn from the seed before anything starts. The supervisor here does
+what systemd would: it starts again what was hit. Whatever else ends by itself before the run does is a
+violation, for it would need a hand. At the end every reward and digest of the ledger must be those of a run
+without faults, which is computed in this process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from protocol import ledger, seeds
+from protocol.entries import Admission, CommitBody, EndBody, LockBody, MemberReward, RosterBody, seal
+from protocol.ledger import Chain
+from protocol.lock import Lock
+from protocol.messages import Kind, Unit
+from tests import toy_engine
+from tests.runs import SIGNING_SEED, Processes, make_folder
+
+COORDINATOR = "coordinator"
+NODES = ("n1", "n2", "n3", "n4")
+EVERYBODY = (COORDINATOR, *NODES)
+FOREVER = 10**6  # rounds; the plan file is amended when the time of faults is over
+TOY = {"members": 8, "task_options": {"seconds": 0.08}}
+POLITE = 10.0  # seconds a process has to leave after SIGTERM
+HEAL = 90.0  # seconds in which the run must end once nothing is disturbed any more
+LOOK = 0.05
+STATUS_EVERY = 5.0
+DEED_WORDS = {"kill": "kill -9", "pause": "SIGSTOP", "terminate": "SIGTERM"}
+BLACKOUT = 0.04  # share of deeds that hit everybody at once
+
+
+@dataclass(frozen=True)
+class Deed:
+    """At second `at`, `victim` is killed, paused or asked to end, and comes back `down` seconds later."""
+
+    at: float
+    victim: str
+    what: str
+    down: float
+
+
+def schedule(seed: int, seconds: float, gap: float = 2.0, longest: float = 12.0) -> list[Deed]:
+    """The deeds of a seed in order of time: one every `gap` seconds on average, none on somebody who is down.
+
+    Most downtimes are short; one in six is long enough to end leases (up to `longest`).
+    """
+    chance = random.Random(f"chaos {seed}")
+    free = dict.fromkeys(EVERYBODY, 0.0)
+    deeds, at = [], 0.0
+    while (at := at + chance.expovariate(1 / gap)) < seconds:
+        down = chance.uniform(3, longest) if chance.random() < 1 / 6 else chance.uniform(0, 2)
+        what = chance.choice(("kill", "kill", "pause", "terminate"))
+        victims = EVERYBODY if chance.random() < BLACKOUT else (chance.choice(EVERYBODY),)
+        for victim in victims:
+            if free[victim] <= at:
+                free[victim] = at + down + 0.5
+                deeds.append(Deed(at, victim, what, down))
+    return deeds
+
+
+@dataclass
+class Play:
+    """One run under a schedule. `perform` returns what went wrong, in words; an empty list is a pass."""
+
+    processes: Processes
+    start: dict[str, Callable[[], Any]]
+    deeds: list[Deed]
+    seconds: float
+    say: Callable[[str], None]
+    violations: list[str] = field(default_factory=list)
+    rounds: int = 0  # committed when it ended
+    longest_wait: float = 0.0  # seconds without a commit, during the faults
+    _back: dict[str, float] = field(default_factory=dict)  # who is down, and until when
+    _paused: set[str] = field(default_factory=set)
+    _leaving: dict[str, float] = field(default_factory=dict)  # who was asked to end, and the patience for it
+
+    def perform(self) -> list[str]:
+        """Start everybody, disturb, heal, wait for the end."""
+        self._began = self._moved = time.monotonic()
+        for name in EVERYBODY:
+            self.start[name]()
+        deeds = iter(self.deeds)
+        deed = next(deeds, None)
+        told = 0.0
+        while (now := self._now) < self.seconds:
+            while deed is not None and deed.at <= now:
+                self._do(deed)
+                deed = next(deeds, None)
+            self._supervise()
+            if now - told > STATUS_EVERY:
+                told = now
+                self._tell_status()
+            time.sleep(LOOK)
+        self._heal()
+        return self.violations
+
+    @property
+    def _now(self) -> float:
+        return time.monotonic() - self._began
+
+    def _tell(self, line: str) -> None:
+        self.say(f"{self._now:8.1f} s  {line}")
+
+    def _violation(self, line: str) -> None:
+        self.violations.append(line)
+        self._tell(f"VIOLATION: {line}")
+
+    def _do(self, deed: Deed) -> None:
+        name, process = deed.victim, self.processes.running[deed.victim]
+        if name in self._back or process.poll() is not None:
+            return  # still on its way from the last deed: this machine is slower than the schedule
+        self._tell(f"{DEED_WORDS[deed.what]} {name}, back in {deed.down:.1f} s")
+        self._back[name] = self._now + deed.down
+        if deed.what == "kill":
+            self.processes.kill(name)
+        elif deed.what == "pause":
+            self._paused.add(name)
+            process.send_signal(signal.SIGSTOP)
+        else:
+            self._leaving[name] = self._now + POLITE
+            process.send_signal(signal.SIGTERM)
+
+    def _supervise(self) -> None:
+        """Bring back whose time has come; notice who ended unasked."""
+        for name in EVERYBODY:
+            process = self.processes.running[name]
+            if name in self._leaving:
+                self._mind_leaving(name, process.poll())
+            elif name in self._back:
+                if self._now >= self._back[name]:
+                    self._bring_back(name)
+            elif process.poll() is not None:
+                words = self.processes.words(name).strip().splitlines()[-1:]
+                self._violation(f"{name} ended by itself with code {process.returncode}: {words}")
+                self.start[name]()
+
+    def _mind_leaving(self, name: str, code: int | None) -> None:
+        if code is None and self._now < self._leaving[name]:
+            return
+        if code is None:
+            self._violation(f"{name} did not leave within {POLITE:.0f} s of SIGTERM")
+            self.processes.kill(name)
+        elif code not in (0, -signal.SIGTERM):  # the latter before it could install its handler
+            self._violation(f"{name} left with code {code} after SIGTERM")
+        del self._leaving[name]
+
+    def _bring_back(self, name: str) -> None:
+        del self._back[name]
+        if name in self._paused:
+            self._paused.discard(name)
+            self.processes.running[name].send_signal(signal.SIGCONT)
+            self._tell(f"SIGCONT {name}")
+        else:
+            self.start[name]()
+            self._tell(f"{name} is started again")
+
+    def _tell_status(self) -> None:
+        if self._back.keys() & {COORDINATOR}:
+            return
+        status = self.processes.status()
+        if not status:
+            return
+        if status["round"] > self.rounds:
+            self.rounds, self._moved = status["round"], time.monotonic()
+        self.longest_wait = max(self.longest_wait, time.monotonic() - self._moved)
+        nodes = ", ".join(f"{node['name']} {node['state']}" for node in status["nodes"])
+        members = status["members"]
+        self._tell(
+            f"term {status['term']}, round {status['round']}, {members['done']}/{members['total']} members; "
+            f"{nodes}"
+        )
+
+    def _heal(self) -> None:
+        """Everybody back, two more rounds, and the run has to end by itself."""
+        self._tell("no more faults")
+        while self._back or self._leaving:
+            self._back = dict.fromkeys(self._back, 0.0)
+            self._supervise()
+            time.sleep(LOOK)
+        limit = time.monotonic() + HEAL
+        while not (status := self.processes.status()) and time.monotonic() < limit:
+            self._supervise()
+            time.sleep(LOOK)
+        wanted = int(status.get("round", 0)) + 2
+        plan = self.processes.folder / "plan.toml"
+        plan.write_text(re.sub(r"rounds = \d+", f"rounds = {wanted}", plan.read_text()))
+        waiting = set(EVERYBODY)
+        while waiting and time.monotonic() < limit:
+            for name in list(waiting):
+                code = self.processes.running[name].poll()
+                if code is not None:
+                    waiting.discard(name)
+                    if code:
+                        self._violation(f"{name} ended with code {code} after the last round")
+            time.sleep(LOOK)
+        for name in sorted(waiting):
+            self._violation(f"{name} still runs {HEAL:.0f} s after the last fault")
+
+
+# ---------------------------------------------------------------- what must come out
+
+
+def fault_free(workshop: Any, lock: Lock, rounds: int) -> Chain:
+    """The ledger of a run in which nothing ever happens, by one engine in this process."""
+    chain = Chain()
+
+    def add(body: Any, round: int) -> Any:
+        return chain.append(
+            seal(
+                body, parent=chain.tip, term=1, nonce=bytes(8), round=round, digest=workshop.digest(),
+                key=SIGNING_SEED,
+            )
+        )  # fmt: skip
+
+    add(LockBody(lock.to_bytes()), 0)
+    add(RosterBody((Admission(1, bytes(32), "one"),)), 0)
+    for round in range(rounds):
+        members = tuple(_members(workshop, lock, round))
+        entry = add(CommitBody(lock.alpha_at(round), lock.sigma_at(round), members), round)
+        workshop.apply([entry])
+    add(EndBody("done"), rounds)
+    return chain
+
+
+def _members(workshop: Any, lock: Lock, round: int) -> Iterator[MemberReward]:
+    last = len(lock.chunks_of(Kind.MEMBER)) - 1
+    for index in range(lock.members):
+        unit = Unit(round, Kind.MEMBER, index, 0, last)
+        sums = workshop.evaluate(unit, lambda: False, lambda _: None).sums
+        seed = seeds.member_seed(lock.run_id, round, index, lock.mirrored)
+        yield MemberReward(index, seed, math.fsum(sums) / lock.per_round, 1)
+
+
+def differences(path: Path, workshop: Any) -> list[str]:
+    """How a ledger differs from the fault-free one of as many rounds: [] when every reward and D agree."""
+    reading = ledger.read(path)
+    if not reading.ended or reading.problem is not None:
+        return [f"the ledger is not whole: {reading}"]
+    truth = fault_free(workshop, reading.chain.lock, reading.chain.round)
+    found = []
+    for entry, right in zip(reading.chain.commits, truth.commits, strict=True):
+        rewards = [(m.index, m.seed, m.reward) for m in entry.body.members]
+        if entry.digest != right.digest:
+            found.append(f"round {entry.round} began at {entry.digest:016x}, not at {right.digest:016x}")
+        if rewards != [(m.index, m.seed, m.reward) for m in right.body.members]:
+            found.append(f"the rewards of round {entry.round} are others")
+    if reading.chain.entries[-1].digest != truth.entries[-1].digest:
+        found.append("the final digests differ")
+    return found[:5]
+
+
+def bugs(processes: Processes) -> list[str]:
+    """Tracebacks anybody wrote."""
+    return [f"{name} wrote a traceback" for name in EVERYBODY if "Traceback" in processes.words(name)]
+
+
+# ---------------------------------------------------------------- a toy run
+
+
+def toy(folder: Path, deeds: Sequence[Deed], seconds: float, say: Callable[[str], None]) -> Play:
+    """A whole run of the toy engine under `deeds`; its violations are complete."""
+    make_folder(folder, NODES, FOREVER, **TOY)
+    with Processes(folder) as processes:
+        start: dict[str, Callable[[], Any]] = {name: lambda n=name: processes.node(n) for name in NODES}
+        start[COORDINATOR] = processes.coordinator
+        play = Play(processes, start, list(deeds), seconds, say)
+        play.perform()
+        play.violations += bugs(processes)
+    if not play.violations:
+        lock = ledger.read(folder / "run.ledger").chain.lock
+        play.violations += differences(folder / "run.ledger", toy_engine.ToyWorkshop(lock, "truth", 0.0))
+    return play
+
+
+def main() -> int:
+    """The command; exit code 1 on any violation."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.chaos", description="Real processes, random kills."
+    )
+    parser.add_argument("--minutes", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", type=Path, help="a new folder for the run, kept")
+    arguments = parser.parse_args()
+    folder = arguments.keep or Path(tempfile.mkdtemp(prefix="chaos-"))
+    seconds = 60 * arguments.minutes
+    play = toy(folder, schedule(arguments.seed, seconds), seconds, lambda line: print(line, flush=True))
+    final = ledger.read(folder / "run.ledger").chain.entries[-1].digest
+    rounds = ledger.read(folder / "run.ledger").chain.round
+    print(f"{len(play.deeds)} deeds, {rounds} rounds, no commit for {play.longest_wait:.0f} s at worst")
+    print(f"final digest {final:016x}")
+    print(
+        "\n".join(play.violations) or "equal to the fault-free run in every reward and digest, 0 manual steps"
+    )
+    print(
+        f"{'FAIL' if play.violations else 'PASS'}; repeat with: python -m tests.chaos "
+        f"--minutes {arguments.minutes:g} --seed {arguments.seed}"
+    )
+    if arguments.keep is None and not play.violations:
+        shutil.rmtree(folder)
+    else:
+        print(f"the run's folder is {folder}")
+    return 1 if play.violations else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
