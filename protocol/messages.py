@@ -209,6 +209,69 @@ class Blob(Message, frozen=True):
     data: bytes
 
 
+class DigestAsk(Message, frozen=True):
+    """coordinator -> node: digests of the pieces of your master after so many commits, read afresh.
+
+    `first` is the first piece asked for; pieces are those of `protocol.pieces`.
+    """
+
+    commits: int
+    first: int
+    reason: str
+
+
+class TensorDigests(Message, frozen=True):
+    """node -> coordinator: digests of pieces `first ..` of `total`; the sum over all is D."""
+
+    commits: int
+    first: int
+    total: int
+    digests: tuple[int, ...]
+
+
+class Rederive(Message, frozen=True):
+    """coordinator -> node: replay these pieces from the base with the reference kernel, keep what comes out.
+
+    No pieces: rebuild the whole master from the base and compare every digest the ledger states.
+    """
+
+    commits: int
+    pieces: tuple[int, ...]
+    reason: str
+
+
+class Rederived(Message, frozen=True):
+    """node -> coordinator: what the master held and what replay gave; it holds the latter now.
+
+    Unasked, with no pieces and the damaged tensors in `reason`: the node found and mended damage itself.
+    """
+
+    commits: int
+    pieces: tuple[int, ...]
+    held: tuple[int, ...]  # digest per piece; one D for a whole rebuild
+    derived: tuple[int, ...]  # likewise
+    digest: int  # D of the master now
+    contradicted: int  # 1 + first round whose stated D the replay contradicts, 0 for none
+    by: str  # kernel and versions
+    reason: str
+
+
+class EvidenceAsk(Message, frozen=True):
+    """coordinator -> node: the per-prompt rewards behind a unit of the open round, from prompt `first` on."""
+
+    unit: Unit
+    first: int
+
+
+class Evidence(Message, frozen=True):
+    """node -> coordinator: rewards of prompts `first ..` of a unit with `total`; none of 0 were kept here."""
+
+    unit: Unit
+    first: int
+    total: int
+    scores: tuple[float, ...]
+
+
 AnyMessage: TypeAlias = (
     Hello
     | Welcome
@@ -229,6 +292,12 @@ AnyMessage: TypeAlias = (
     | Bye
     | BlobAsk
     | Blob
+    | DigestAsk
+    | TensorDigests
+    | Rederive
+    | Rederived
+    | EvidenceAsk
+    | Evidence
 )
 
 
@@ -266,6 +335,12 @@ SCHEMA: tuple[Rule, ...] = (
     Rule(17, Bye, "coordinator", 2 * _KB, ""),
     Rule(22, BlobAsk, "node", 64, "Blob, Refuse"),
     Rule(23, Blob, "coordinator", BLOB_PART + 128, ""),
+    Rule(26, DigestAsk, "coordinator", 2 * _KB, "TensorDigests"),
+    Rule(27, TensorDigests, "node", 24 * _KB, ""),
+    Rule(28, Rederive, "coordinator", 3 * _KB, "Rederived"),
+    Rule(29, Rederived, "node", 4 * _KB, ""),
+    Rule(30, EvidenceAsk, "coordinator", 64, "Evidence"),
+    Rule(31, Evidence, "node", 20 * _KB, ""),
 )
 
 RULE_BY_TAG = {rule.tag: rule for rule in SCHEMA}

@@ -41,6 +41,8 @@ MAX_FRAME = max(rule.limit for rule in RULE_BY_TAG.values())  # what MAXMSGSIZE 
 MAX_ENTRIES = 1024  # entries in one Fetch or Entries
 MAX_UNITS = 64  # units named in one Hello or heartbeat
 MAX_CHUNKS = 4096  # chunk sums in one Result
+MAX_VALUES = 2048  # digests in one TensorDigests, rewards in one Evidence
+MAX_PIECES = 16  # in one Rederive
 _U32 = 2**32 - 1
 _U64 = 2**64 - 1
 
@@ -131,7 +133,7 @@ def _rule(frame: bytes, sender: str) -> Rule:
 
 # ---------------------------------------------------------------- ranges
 
-_WIDE = {"seed": _U64, "digest": _U64}  # every other integer is a u32
+_WIDE = dict.fromkeys(("seed", "digest", "digests", "held", "derived"), _U64)  # any other integer is a u32
 _SMALL: dict[type[Message], dict[str, tuple[int, int]]] = {
     Fetch: {"count": (1, MAX_ENTRIES)},
     Unit: {"kind": (0, max(Kind)), "member": (0, MAX_MEMBERS - 1)},
@@ -149,8 +151,10 @@ _SIZES_OF: dict[type[Message], dict[str, tuple[int, ...]]] = {
     Hello: {"run": (0, HASH), "tip": (0, HASH)},  # a newcomer knows neither run nor chain
     Welcome: {"tip": (0, HASH)},
 }
-_LENGTHS = {"name": MAX_NAME, "backend": 64, "device": 200, "reason": MAX_REASON, "verdict": 100}
+_LENGTHS = {"name": MAX_NAME, "backend": 64, "device": 200, "reason": MAX_REASON, "verdict": 100, "by": 200}
 _COUNTS = {"units": MAX_UNITS, "entries": MAX_ENTRIES, "sums": MAX_CHUNKS, "times": 3}
+_COUNTS |= dict.fromkeys(("pieces", "held", "derived"), MAX_PIECES)
+_COUNTS |= dict.fromkeys(("digests", "scores"), MAX_VALUES)
 
 
 _WORDS = {

@@ -46,6 +46,7 @@ PURE: dict[str, set[str]] = {
     "protocol/invite.py": set(),
     "protocol/lock.py": set(),
     "protocol/messages.py": {"msgspec"},
+    "protocol/pieces.py": set(),
     "protocol/plan.py": set(),
     "protocol/plan_fields.py": set(),
     "protocol/seeds.py": set(),

@@ -27,17 +27,23 @@ from protocol.messages import (
     Cancel,
     Commit,
     CoordBeat,
+    DigestAsk,
     Entries,
+    Evidence,
+    EvidenceAsk,
     Failed,
     Fetch,
     Hello,
     Kind,
     Message,
     NodeBeat,
+    Rederive,
+    Rederived,
     Refuse,
     Rehello,
     Release,
     Result,
+    TensorDigests,
     Unit,
     Welcome,
 )
@@ -45,6 +51,7 @@ from protocol.wire import (
     MAX_CHUNKS,
     MAX_ENTRIES,
     MAX_FRAME,
+    MAX_PIECES,
     MAX_UNITS,
     MalformedMessage,
     decode,
@@ -87,6 +94,12 @@ EXAMPLES: tuple[Message, ...] = (
     Bye("the run ended"),
     BlobAsk(1, 1, b"d" * 32, 2**18),
     Blob(b"d" * 32, 2**18, 2**18 + 3, b"end"),
+    DigestAsk(12, 0, "node-b has another digest"),
+    TensorDigests(12, 0, 2, (2**64 - 1, 7)),
+    Rederive(12, (0, 5), "node-b has another digest"),
+    Rederived(12, (0, 5), (1, 2**64 - 1), (1, 2), 2**63, 0, "reference", "as asked"),
+    EvidenceAsk(UNIT, 0),
+    Evidence(UNIT, 0, 2, (0.25, 1.0)),
 )  # fmt: skip
 
 
@@ -115,6 +128,8 @@ RESULTS = UNITS.flatmap(
         B8, U64, U32, U32, U32, st.tuples(U32, U32, U32), B8,
     )
 )  # fmt: skip
+PIECES = st.lists(U32, max_size=MAX_PIECES).map(tuple)
+DIGESTS = st.lists(U64, max_size=MAX_PIECES).map(tuple)
 STRATEGIES: dict[type[Message], st.SearchStrategy[Any]] = {
     Hello: st.builds(
         Hello, U32, U32, U32, st.one_of(B32, st.just(b"")), TEXT, TEXT, TEXT, B8, B8, U32,
@@ -143,6 +158,12 @@ STRATEGIES: dict[type[Message], st.SearchStrategy[Any]] = {
         lambda digest, offset, data, rest: Blob(digest, offset, offset + len(data) + rest, data),
         B32, st.integers(0, 2**31), st.binary(min_size=1, max_size=99), st.integers(0, 2**30),
     ),
+    DigestAsk: st.builds(DigestAsk, U32, U32, TEXT),
+    TensorDigests: st.builds(TensorDigests, U32, U32, U32, st.lists(U64, max_size=9).map(tuple)),
+    Rederive: st.builds(Rederive, U32, PIECES, TEXT),
+    Rederived: st.builds(Rederived, U32, PIECES, DIGESTS, DIGESTS, U64, U32, TEXT, TEXT),
+    EvidenceAsk: st.builds(EvidenceAsk, UNITS, U32),
+    Evidence: st.builds(Evidence, UNITS, U32, U32, st.lists(SUMS, max_size=9).map(tuple)),
 }  # fmt: skip
 
 
