@@ -65,7 +65,7 @@ def step(state: State, event: Event) -> tuple[State, tuple[Effect, ...]]:
     if not state.started and not isinstance(event, Started):
         raise AssertionError("the first event of a process is Started")
     turn = Turn(state)
-    turn.set(now=max(event.now, state.now) if state.started else event.now)
+    turn.set_clock(event.now)
     if isinstance(event, Received):
         _on_message(turn, event.peer, event.message)
     elif isinstance(event, Tick):

@@ -47,6 +47,7 @@ class State(msgspec.Struct, frozen=True):
     term: int = 0
     nonce: bytes = b""
     now: float = 0.0
+    slip: float = 0.0  # seconds the shell's clock has jumped back
     started: bool = False
     round: Round | None = None
     digest: int | None = None  # D of the open round's state

@@ -97,6 +97,12 @@ class Turn:
         """No more work is handed out."""
         return bool(self._state.stopped) or self._state.ending is not None
 
+    def set_clock(self, clock: float) -> None:
+        """Time never goes back: after a clock that jumps back it goes on from where it was."""
+        state = self._state
+        slip = max(state.slip, state.now - clock) if state.started else 0.0
+        self.set(now=clock + slip, slip=slip)
+
     def set(self, **changes: Any) -> None:
         """Change anything but nodes and the round."""
         self._state = replace(self._state, **changes)

@@ -60,11 +60,17 @@ def step(state: State, event: Event) -> tuple[State, tuple[Effect, ...]]:
     """The node's answer to one event: its next state and the effects to perform in order."""
     if state.stopped:
         return state, ()
-    turn = Turn(replace(state, now=event.now))
+    turn = Turn(_at(state, event))
     _ON_EVENT[type(event)](turn, event)
     if not turn.state.stopped:
         _go_on(turn)
     return turn.state, tuple(turn.effects)
+
+
+def _at(state: State, event: Event) -> State:
+    """Time never goes back: after a clock that jumps back it goes on from where it was."""
+    slip = 0.0 if isinstance(event, Started) else max(state.slip, state.now - event.now)
+    return replace(state, now=event.now + slip, slip=slip)
 
 
 # ---------------------------------------------------------------- start, time, leaving
@@ -79,7 +85,7 @@ def _on_started(turn: Turn, event: Started) -> None:
         except BrokenChain as error:
             turn.note("ledger", reason=f"entry {chain.height} on disk is not used: {error.reason}")
             break
-    turn.set(chain=chain, applied=event.height, digest=event.digest, term=event.term, heard=event.now)
+    turn.set(chain=chain, applied=event.height, digest=event.digest, term=event.term, heard=turn.state.now)
     if chain.height and chain.lock.run_id != turn.state.lock.run_id:
         turn.stop("the ledger in this node's folder is of another run: use another folder", 1)
     elif event.height and not turn.fits(event.height, event.digest):
@@ -93,22 +99,22 @@ def _on_started(turn: Turn, event: Started) -> None:
 
 def _on_tick(turn: Turn, event: Tick) -> None:
     state = turn.state
-    if state.until is not None and event.now >= state.until:
+    if state.until is not None and state.now >= state.until:
         return turn.stop(state.leaving or RUN_ENDED, 0)
-    if state.joined and event.now - state.heard > SILENCE:
-        turn.note("link", reason=f"the coordinator is silent for {event.now - state.heard:.0f} s")
-        turn.set(joined=False, hello_at=event.now, hello_wait=HELLO_FIRST)
+    if state.joined and state.now - state.heard > SILENCE:
+        turn.note("link", reason=f"the coordinator is silent for {state.now - state.heard:.0f} s")
+        turn.set(joined=False, hello_at=state.now, hello_wait=HELLO_FIRST)
     if turn.state.joined:
-        if event.now - state.spoke >= BEAT_EVERY:
+        if state.now - state.spoke >= BEAT_EVERY:
             _beat(turn)
-    elif event.now >= turn.state.hello_at and not state.leaving:
+    elif state.now >= turn.state.hello_at and not state.leaving:
         turn.say_hello()
 
 
 def _on_leave(turn: Turn, event: Leave) -> None:
     if turn.state.leaving:
         return
-    turn.set(leaving=event.reason or RELEASED, until=event.now + FAREWELL, queue=())
+    turn.set(leaving=event.reason or RELEASED, until=turn.state.now + FAREWELL, queue=())
     turn.cancel_running()
     turn.send(Release(event.reason))
     if not turn.state.joined:
@@ -131,7 +137,7 @@ def _on_evaluated(turn: Turn, event: Evaluated) -> None:
     if running.cancelled or turn.state.leaving:
         return turn.note("unit", member=event.unit.member, what="dropped, it was cancelled")
     result = _result(turn.state, event.unit, event.outcome)
-    turn.set(unacked=(*turn.state.unacked, Sent(result, event.now)))
+    turn.set(unacked=(*turn.state.unacked, Sent(result, turn.state.now)))
     turn.send(result)
 
 

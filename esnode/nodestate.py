@@ -52,6 +52,7 @@ class State:
     lock: Lock
     about: About
     now: float = 0.0
+    slip: float = 0.0  # seconds the shell's clock has jumped back
     chain: Chain = field(default_factory=Chain)
     applied: int = 0  # entries the master reflects
     digest: int = 0  # D of the master

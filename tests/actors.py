@@ -1,30 +1,25 @@
-"""The simulator's two shells: what `coordinator/server.py` and `esnode/daemon.py` do, on virtual time and
-lists.
+"""The simulator's processes: what any of them goes through, and the coordinator (`coordinator/server.py`).
 
-They keep the same contract of order (compute, persist and flush, adopt, perform) and can be killed anywhere
-in it. What a kill spares is what is on "disk": the journal, a node's ledger and its highest term.
+They keep the shells' contract of order (compute, persist and flush, adopt, perform) on virtual time and
+lists, and can be killed anywhere in it. What a kill spares is what is on "disk". The node is in `simnode.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import coordinator.events as ce
-import esnode.events as ne
 from coordinator import machine
-from esnode import node
-from protocol.entries import EntryKind, parse
-from protocol.messages import Kind, Message, Unit
+from protocol.messages import Message
 from tests.checkers import require
-from tests.replica import Replica, measure
 
 if TYPE_CHECKING:
     from tests.world import World
 
 TICK = 0.25
+RETRY = 2.0  # seconds until something outside starts a process again that ended for want of room
 COORDINATOR = "coordinator"
 
 
@@ -37,14 +32,25 @@ class Actor:
         self.up = False
         self.life = 0  # counts starts: what an earlier life scheduled never reaches a later one
         self.stopped: tuple[str, int] | None = None  # (reason, code) of a process that ended by itself
+        self.skew = world.random.uniform(0, 1e5)  # of its machine's clock
+        self.thaws = 0.0  # when a stopped process (SIGSTOP, a sleeping laptop) goes on
+        self.full = False  # whether its disk has room
+
+    @property
+    def clock(self) -> float:
+        """The monotonic clock of its machine."""
+        return self.world.now + self.skew
 
     def later(self, delay: float, action: Callable[[], None]) -> None:
         """Do something after `delay`, if this life lasts."""
         life = self.life
 
         def run() -> None:
-            if self.up and self.life == life:
-                action()
+            if not self.up or self.life != life:
+                return
+            if self.world.now < self.thaws:
+                return self.world.at(self.thaws, run)
+            action()
 
         self.world.after(delay, run)
 
@@ -83,15 +89,27 @@ class Actor:
     def arrive(self, peer: bytes, message: Message) -> None:
         """A message from or for the node of this key; nobody hears it while the process is down."""
         if self.up:
-            self.receive(peer, message)
+            self.later(0.0, lambda: self.receive(peer, message))
+
+    def out_of_room(self) -> bool:
+        """Whether a write fails; the process ends then, as the shells do, and is started again and again."""
+        if self.full:
+            self.up = False
+            self.world.log(self.name, "ends: the disk is full")
+            self.world.start(self, RETRY)
+        return self.full
 
 
 @dataclass(frozen=True, slots=True)
 class CrashPoint:
-    """Where in the contract of order a process dies: records flushed (None: all), then messages sent."""
+    """Where in the contract of order a process dies: records flushed (None: all), then messages sent.
+
+    For a node `records` counts its effects; `torn`: its ledger file has lost or damaged its end.
+    """
 
     records: int | None
     sends: int = 0
+    torn: bool = False
 
 
 class SimCoordinator(Actor):
@@ -117,7 +135,7 @@ class SimCoordinator(Actor):
     def begin(self) -> None:
         self.inbox = []
         self.state = self.recall()
-        self._process([ce.Started(self.world.now, self.state.term + 1, self.world.random.randbytes(8))])
+        self._process([ce.Started(self.clock, self.state.term + 1, self.world.random.randbytes(8))])
 
     def kill(self) -> None:
         if self.up:
@@ -127,16 +145,16 @@ class SimCoordinator(Actor):
     def terminate(self) -> None:
         """SIGTERM."""
         if self.up:
-            self._process([ce.StopRequested(self.world.now, "asked to")])
+            self._process([ce.StopRequested(self.clock, "asked to")])
 
     def tick(self) -> None:
-        self._process([*self._drain(), ce.Tick(self.world.now)])
+        self._process([*self._drain(), ce.Tick(self.clock)])
 
     def receive(self, peer: bytes, message: Message) -> None:
         """Frames gather until the next turn of the loop: one flush for all of them."""
         if not self.inbox:
             self.later(self.world.random.uniform(0, 0.01), lambda: self._process(self._drain()))
-        self.inbox.append(ce.Received(self.world.now, peer, message))
+        self.inbox.append(ce.Received(self.clock, peer, message))
 
     def _drain(self) -> list[ce.Event]:
         taken, self.inbox = self.inbox, []
@@ -148,6 +166,8 @@ class SimCoordinator(Actor):
             state, caused = machine.step(state, event)
             effects += caused
         records = [effect.record for effect in effects if isinstance(effect, ce.Persist)]
+        if records and self.out_of_room():
+            return
         crash = self.crash_when(records) or self.world.crash_point(self.name, len(records))
         flushed = records[: crash.records] if crash else records
         self.journal += flushed
@@ -178,126 +198,3 @@ class SimCoordinator(Actor):
         if sends is not None:
             self.world.log(self.name, "crashes after a flush, some messages never leave")
             self.kill()
-
-
-@dataclass
-class Disk:
-    """What a node keeps."""
-
-    raws: list[bytes] = field(default_factory=list)
-    term: int = 0
-
-
-class SimNode(Actor):
-    """`esnode/daemon.py` around a vector. `pace`: virtual seconds per prompt."""
-
-    def __init__(self, world: World, name: str, key: bytes, pace: float) -> None:
-        super().__init__(world, name)
-        self.key = key
-        self.pace = pace
-        self.disk = Disk()
-        self.poisoned: set[int] = set()  # members this node cannot evaluate
-        self.hung = 0.0  # seconds the next evaluation hangs
-        self.replica = Replica(world.lock)
-        self.evaluations = 0
-        self.job = 0
-        self.state = node.new(world.lock, self._about())
-
-    def _about(self) -> ne.About:
-        return ne.About(self.name, "reference", "simulated", b"selftest", b"engine-1")
-
-    def begin(self) -> None:
-        self.replica = Replica(self.world.lock)
-        self.state = node.new(self.world.lock, self._about())
-        self.job += 1
-        digest = self.replica.digest
-        self.step(ne.Started(self.world.now, self.disk.term, tuple(self.disk.raws), 0, digest))
-
-    def tick(self) -> None:
-        self.step(ne.Tick(self.world.now))
-
-    def receive(self, peer: bytes, message: Message) -> None:
-        self.step(ne.Received(self.world.now, message))
-
-    def leave(self) -> None:
-        """SIGTERM."""
-        if self.up:
-            self.step(ne.Leave(self.world.now, "asked to"))
-
-    def hang(self, seconds: float) -> None:
-        """The next evaluation takes this much longer and tells no progress meanwhile."""
-        self.hung = seconds
-
-    def flip(self, index: int = 5, bit: int = 3) -> None:
-        """One bit of one weight of the master turns over."""
-        self.replica.master.view("uint32")[index] ^= 1 << bit
-
-    def step(self, event: ne.Event) -> None:
-        self.state, effects = node.step(self.state, event)
-        crash = self.world.crash_point(self.name, len(effects)) if effects else None
-        for k, effect in enumerate(effects):
-            if crash and k >= (crash.records or 0):
-                return self.kill()
-            self._perform(effect)
-
-    def _perform(self, effect: ne.Effect) -> None:
-        world = self.world
-        match effect:
-            case ne.Send(message):
-                world.checkers.sent(message, None)
-                world.send(self.name, self.key, message)
-            case ne.Evaluate(unit):
-                self._evaluate(unit)
-            case ne.CancelUnit(unit):
-                self.later(0.05, partial(self._cancel, unit, self.job))
-            case ne.Apply(entries):
-                digests = self.replica.apply(entries)
-                for entry, digest in zip(entries, digests, strict=True):
-                    world.checkers.replica(entry.round + (entry.kind is EntryKind.COMMIT), digest, self.name)
-                ms = 20 * len(entries)
-                self.later(ms / 1000, lambda: self.step(ne.EntriesApplied(world.now, digests, ms)))
-            case ne.Rewind():
-                self.replica = Replica(world.lock)
-                digest = self.replica.digest
-                self.later(0.05, lambda: self.step(ne.Rewound(world.now, 0, digest, 50)))
-            case ne.Store(first, raws):
-                require(first <= len(self.disk.raws), f"{self.name} stores entry {first} behind a gap")
-                for height, raw in enumerate(raws, first):
-                    require(world.checkers.chain[height].raw == parse(raw).raw, "a node stores another chain")
-                self.disk.raws[first:] = raws
-            case ne.StoreTerm(term):
-                require(term > self.disk.term, "a term goes back")
-                self.disk.term = term
-            case ne.Note(kind, fields):
-                world.note(self.name, kind, fields)
-            case ne.Stop(reason, code):
-                self.stop(reason, code)
-
-    def _evaluate(self, unit: Unit) -> None:
-        self.job += 1
-        self.evaluations += 1
-        lock, job = self.world.lock, self.job
-        prompts = sum(lock.chunk_size(unit.kind, k) for k in range(unit.first, unit.last + 1))
-        seconds = self.pace * prompts * self.world.random.uniform(0.8, 1.2) + self.hung
-        self.hung = 0.0
-
-        def halfway() -> None:
-            if job == self.job:
-                self.step(ne.Progress(self.world.now, unit, 500))
-
-        def done() -> None:
-            if job != self.job:
-                return
-            self.job += 1
-            if unit.kind == Kind.MEMBER and unit.member in self.poisoned:
-                return self.step(ne.EvaluationFailed(self.world.now, unit, "out of memory"))
-            outcome = measure(lock, self.replica.master, unit)
-            self.step(ne.Evaluated(self.world.now, unit, outcome))
-
-        self.later(seconds / 2, halfway)
-        self.later(seconds, done)
-
-    def _cancel(self, unit: Unit, job: int) -> None:
-        if job == self.job:
-            self.job += 1
-            self.step(ne.Cancelled(self.world.now, unit))

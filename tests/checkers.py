@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from coordinator.state import State
+from esnode.nodestate import State as NodeState
 from protocol.entries import CommitBody, Entry, EntryKind, ScoreBody, parse
 from protocol.lock import Lock
 from protocol.messages import Ack, Assign, Commit, Entries, Kind, Message, Result, Unit
+from tests import bounds
 from tests.replica import Truth
 
 
@@ -115,6 +117,8 @@ class Checkers:
 
     def coordinator(self, state: State) -> None:
         """The coordinator's state after a step."""
+        limit = bounds.coordinator(state)
+        require(not limit, limit)
         round = state.round
         if round is None:
             return
@@ -152,6 +156,11 @@ class Checkers:
                 require(
                     count == counts.get((kind, member, chunk), 0), f"leases of member {member} are miscounted"
                 )
+
+    def node(self, name: str, state: NodeState) -> None:
+        """A node's state after a step."""
+        limit = bounds.node(state, self.lock)
+        require(not limit, f"{name}: {limit}")
 
     def recalled(self, live: State, again: State) -> None:
         """What the journal remembers is what the process knew."""

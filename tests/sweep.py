@@ -1,4 +1,8 @@
-"""Random worlds: what a seed means, and the sweep behind `python -m tests.world --seeds A..B`."""
+"""Random worlds: what a seed means, and the sweep behind `python -m tests.world --seeds A..B`.
+
+Every fault of `world.py` and `network.py` is drawn for a seed with some chance, so that each is often absent
+and the others get far. Called by the simulation's tests and the command line.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,16 @@ import argparse
 import random
 import time
 import traceback
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 
-from tests.world import Faults, World
+from tests.actors import COORDINATOR
+from tests.network import Faults
+from tests.world import World
 
 SAFETY = 40.0  # virtual seconds of faults
+DAY = 86_400.0
 
 
 def draw_faults(rng: random.Random) -> Faults:
@@ -25,6 +35,7 @@ def draw_faults(rng: random.Random) -> Faults:
         straggle=maybe(0.02, 0.1),
         crash_node=maybe(0.001, 0.01),
         crash_coordinator=maybe(0.001, 0.01, 0.03),
+        torn=maybe(0.3),
         down=rng.choice((0.3, 3.0, 12.0)),
         until=SAFETY,
     )
@@ -45,38 +56,177 @@ def of_seed(seed: int) -> World:
         repeatable=rng.random() < 0.7,
         chunk=rng.choice((2, 3, 8)),
     )
-    _mischief(world, rng)
+    for chance, mischief in MISCHIEF:
+        if rng.random() < chance:
+            mischief(world, rng)
     return world
 
 
-def _mischief(world: World, rng: random.Random) -> None:
-    """Poisoned members, cut links, clean leaves, hung engines."""
+# ---------------------------------------------------------------- mischief
+
+
+def _nodes(world: World, rng: random.Random) -> list[str]:
     names = sorted(world.nodes)
-    if rng.random() < 0.3:
-        world.poison(rng.randrange(4), *rng.sample(names, rng.randint(1, len(names))))
-    if rng.random() < 0.4:
-        start = rng.uniform(0, SAFETY / 2)
-        world.cut(rng.choice(names), start, start + rng.uniform(1, 20))
-    if rng.random() < 0.3:
-        world.leave(rng.choice(names), rng.uniform(0, SAFETY / 2), rng.uniform(0.5, 10))
-    if rng.random() < 0.2:
-        sim = world.nodes[rng.choice(names)]
-        world.at(rng.uniform(0, SAFETY / 2), lambda: sim.hang(rng.uniform(20, 80)))
-    if rng.random() < 0.2:
-        world.at(rng.uniform(0, SAFETY / 2), world.coordinator.terminate)
-        world.restart(at=SAFETY / 2 + 5)
+    return rng.sample(names, rng.randint(1, len(names)))
 
 
-def check(seed: int) -> World:
-    """Run one seed to its end; what breaks carries the line that repeats it and the end of the story."""
+def _node(world: World, rng: random.Random) -> str:
+    return rng.choice(sorted(world.nodes))
+
+
+def _any(world: World, rng: random.Random) -> str:
+    return rng.choice([COORDINATOR, *sorted(world.nodes)])
+
+
+def _early(rng: random.Random) -> float:
+    return rng.uniform(0, SAFETY / 2)
+
+
+def poisoned(world: World, rng: random.Random) -> None:
+    world.poison(rng.randrange(4), *_nodes(world, rng))
+
+
+def cuts(world: World, rng: random.Random) -> None:
+    """A link that carries nothing, or nothing one way."""
+    for name in _nodes(world, rng):
+        start = _early(rng)
+        world.network.cut(name, start, start + rng.uniform(1, 20), rng.choice(("both", "in", "out")))
+
+
+def partition(world: World, rng: random.Random) -> None:
+    start = _early(rng)
+    side = set(_nodes(world, rng)) | ({COORDINATOR} if rng.random() < 0.3 else set())
+    world.network.part(side, start, start + rng.uniform(1, 20))
+
+
+def lopsided(world: World, rng: random.Random) -> None:
+    """Each direction of each link loses its own share."""
+    for name in sorted(world.nodes):
+        world.network.loss[COORDINATOR, name] = rng.choice((0.0, 0.1, 0.6))
+        world.network.loss[name, COORDINATOR] = rng.choice((0.0, 0.1, 0.6))
+
+
+def far_away(world: World, rng: random.Random) -> None:
+    world.network.lag(_node(world, rng), rng.uniform(0.1, 3.0), end=SAFETY)
+
+
+def leaves(world: World, rng: random.Random) -> None:
+    world.leave(_node(world, rng), _early(rng), rng.uniform(0.5, 10))
+
+
+def hangs(world: World, rng: random.Random) -> None:
+    sim = world.nodes[_node(world, rng)]
+    seconds = rng.uniform(20, 80)
+    world.at(_early(rng), lambda: sim.hang(seconds))
+
+
+def slows(world: World, rng: random.Random) -> None:
+    start = _early(rng)
+    world.slow(_node(world, rng), rng.choice((3.0, 10.0)), start, start + rng.uniform(5, 20))
+
+
+def stops(world: World, rng: random.Random) -> None:
+    """The operator stops the coordinator and starts it again."""
+    world.at(_early(rng), world.coordinator.terminate)
+    world.restart(at=SAFETY / 2 + 5)
+
+
+def freezes(world: World, rng: random.Random) -> None:
+    world.freeze(_any(world, rng), _early(rng), rng.choice((1.0, 8.0, 19.0)))
+
+
+def clocks(world: World, rng: random.Random) -> None:
+    for _ in range(rng.randint(1, 3)):
+        world.jump(_any(world, rng), rng.uniform(0, SAFETY), rng.choice((-DAY, -20.0, -3.0, 3.0, 20.0, DAY)))
+
+
+def disks(world: World, rng: random.Random) -> None:
+    start = _early(rng)
+    world.fill(_any(world, rng), start, start + rng.uniform(0.1, 15))
+
+
+def churn(world: World, rng: random.Random) -> None:
+    """Some come late; some go and do not come back, as long as one stays."""
+    names = sorted(world.nodes)
+    rng.shuffle(names)
+    for name in names[1:]:
+        what = rng.choice(("late", "killed", "released", "stays"))
+        if what == "late":
+            world.crash(name, at=0.0, down=rng.uniform(1, SAFETY))
+        elif what == "killed":
+            world.lose(name, at=_early(rng))
+        elif what == "released":
+            world.leave(name, at=_early(rng))
+
+
+Mischief = Callable[[World, random.Random], None]
+MISCHIEF: tuple[tuple[float, Mischief], ...] = (
+    (0.3, poisoned),
+    (0.3, cuts),
+    (0.2, partition),
+    (0.2, lopsided),
+    (0.1, far_away),
+    (0.25, leaves),
+    (0.15, hangs),
+    (0.15, slows),
+    (0.15, stops),
+    (0.2, freezes),
+    (0.2, clocks),
+    (0.2, disks),
+    (0.25, churn),
+)
+
+# ---------------------------------------------------------------- sweeping
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How a seed ended: `problem` is empty when nothing was violated, `story` is for people."""
+
+    seed: int
+    problem: str
+    story: str
+    trace: str
+
+    def __str__(self) -> str:
+        return f"seed {self.seed} fails: {self.problem}\n  {repeat(self.seed)}"
+
+
+def repeat(seed: int) -> str:
+    """The line that repeats a seed."""
+    return f"python -m tests.world --seeds {seed}..{seed} --verbose"
+
+
+def examine(seed: int) -> Verdict:
+    """Run one seed to its end."""
     world = of_seed(seed)
+    problem = trace = ""
     try:
         world.run()
-    except Exception as error:
-        error.add_note(f"repeat with: python -m tests.world --seeds {seed}..{seed} --verbose")
-        error.add_note("\n".join(world.lines[-30:]))
-        raise
-    return world
+    except Exception as error:  # a violation, or the core's own assertion
+        problem, trace = f"{type(error).__name__}: {error}", traceback.format_exc()
+    return Verdict(seed, problem, "\n".join(world.lines), trace)
+
+
+def _without_story(seed: int) -> Verdict:
+    found = examine(seed)
+    return found if found.problem else Verdict(seed, "", "", "")
+
+
+def sweep(seeds: Iterable[int], jobs: int = 1) -> Iterator[Verdict]:
+    """The verdict of every seed, in order."""
+    if jobs == 1:
+        yield from map(examine, seeds)
+        return
+    with ProcessPoolExecutor(jobs) as pool:
+        yield from pool.map(_without_story, seeds, chunksize=8)
+
+
+def check(seed: int) -> None:
+    """Run one seed; what breaks carries the line that repeats it and the end of the story."""
+    found = examine(seed)
+    tail = "\n".join(found.story.splitlines()[-30:])
+    assert not found.problem, f"{found}\n{tail}\n{found.trace}"
 
 
 def main() -> int:
@@ -84,22 +234,20 @@ def main() -> int:
         prog="python -m tests.world", description="Sweep seeds of random faults."
     )
     parser.add_argument("--seeds", default="0..99", help="A..B, both included")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--verbose", action="store_true", help="tell each story in full")
     arguments = parser.parse_args()
     first, last = map(int, arguments.seeds.split(".."))
     failed, begun = [], time.perf_counter()
-    for seed in range(first, last + 1):
-        world = of_seed(seed)
-        try:
-            world.run()
-        except Exception as error:
-            failed.append(seed)
-            print(f"seed {seed} fails: {type(error).__name__}: {error}")
-            print(f"  python -m tests.world --seeds {seed}..{seed} --verbose", flush=True)
-            if arguments.verbose:
-                traceback.print_exc()
+    for verdict in sweep(range(first, last + 1), 1 if arguments.verbose else arguments.jobs):
         if arguments.verbose:
-            print("\n".join(world.lines))
-    seconds = time.perf_counter() - begun
-    print(f"{last - first + 1} seeds, {len(failed)} fail {failed or ''} ({seconds:.1f} s)")
+            print(verdict.story)
+        if verdict.problem:
+            failed.append(verdict.seed)
+            print(verdict, flush=True)
+        if arguments.verbose:
+            print(verdict.trace, end="")
+    count, seconds = last - first + 1, time.perf_counter() - begun
+    speed = f"{seconds:.1f} s, {60 * count / seconds:.0f} a minute"
+    print(f"{count} seeds, {len(failed)} fail {failed or ''} ({speed})")
     return 1 if failed else 0

@@ -11,8 +11,9 @@ from coordinator.events import EntryAppended, ResultAccepted
 from protocol.entries import CommitBody, EntryKind, ScoreBody, parse
 from protocol.messages import Ack, Applied, Assign, Bye, Commit, Entries, Hello, Result, Welcome
 from tests.actors import CrashPoint
+from tests.network import LOST
 from tests.sweep import check
-from tests.world import LOST, World
+from tests.world import World
 
 SEEDS = range(100)
 MANY_SEEDS = range(1_000, 2_000)
@@ -54,7 +55,7 @@ def test_the_weights_do_not_depend_on_the_pool() -> None:
 
 def test_a_late_result_is_counted_and_never_used() -> None:
     world = World(seed=2, nodes=2, rounds=6, ops={"quorum": 0.5, "eval_every": 0})
-    world.hold("node-1", Result, seconds=4.0)
+    world.network.hold("node-1", Result, seconds=4.0)
     world.run()
     assert world.status()["counters"]["late"] >= 1
     assert any(reason.startswith("left out") for body in commits(world) for _, reason in body.voids)
@@ -62,7 +63,7 @@ def test_a_late_result_is_counted_and_never_used() -> None:
 
 def test_a_result_that_arrives_twice_counts_once() -> None:
     world = World(seed=3, nodes=2, rounds=2)
-    world.hold("node-0", Ack, LOST, times=2)
+    world.network.hold("node-0", Ack, LOST, times=2)
     world.run()
     accepted = [record for record in world.coordinator.journal if isinstance(record, ResultAccepted)]
     cells = [
@@ -134,7 +135,7 @@ def test_a_node_restarts_in_the_middle_of_a_round() -> None:
 
 def test_a_node_that_dies_for_good_is_replaced_within_fifteen_seconds() -> None:
     world = World(seed=7, nodes=2, rounds=3, paces=(0.1, 0.1))
-    world.crash("node-1", at=1.0, down=LOST)
+    world.lose("node-1", at=1.0)
     world.run(until=1.1)
     round = world.coordinator.state.chain.round
     world.run(until=16.0)
@@ -215,7 +216,7 @@ def test_a_clean_leave_costs_nothing() -> None:
 
 def test_a_partition_heals_by_itself() -> None:
     world = World(seed=15, nodes=2, rounds=6)
-    world.cut("node-1", 1.0, 21.0)
+    world.network.cut("node-1", 1.0, 21.0)
     world.run(until=20.9)
     assert {n["name"]: n["state"] for n in world.status()["nodes"]}["node-1"] in ("lost", "suspect")
     world.run()
@@ -249,7 +250,7 @@ def test_nobody_works_ahead_of_a_stop_and_a_restart_goes_on() -> None:
 def test_a_node_that_hears_no_commit_at_all_fetches_everything_the_end_included() -> None:
     """The run ended while one node had not heard of it, and it was told to stop without the last entries."""
     world = World(seed=21, nodes=2, rounds=3)
-    world.hold("node-1", Commit, LOST, times=1000)
+    world.network.hold("node-1", Commit, LOST, times=1000)
     world.run()
     assert len(tips(world)) == 1
 
@@ -259,7 +260,7 @@ def test_any_one_kind_of_message_may_be_lost(kind: type) -> None:
     """The first three of it from or to each node; the run still ends, and soon."""
     world = World(seed=19, nodes=2, rounds=2)
     for name in world.nodes:
-        world.hold(name, kind, LOST, times=3)
+        world.network.hold(name, kind, LOST, times=3)
     world.run()
     assert world.now < 60.0, world.lines[-20:]
 
@@ -267,7 +268,7 @@ def test_any_one_kind_of_message_may_be_lost(kind: type) -> None:
 def test_the_last_word_on_d_may_be_lost() -> None:
     """Without a probe only Applied tells D of the final state, which END needs."""
     world = World(seed=20, nodes=1, rounds=1, ops={"eval_every": 0})
-    world.hold("node-0", Applied, LOST)
+    world.network.hold("node-0", Applied, LOST)
     world.run()
     assert world.now < 30.0
 

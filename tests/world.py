@@ -1,8 +1,8 @@
 """The simulator: a whole run in one thread, on virtual time, with every fault a seed can choose.
 
 The pure cores, the wire, the ledger and the noise law are the production ones; `actors.py` stands for the
-shells, `replica.py` for the model, `sweep.py` draws random faults. After every step `checkers.py` looks at
-everything. Cases read like this:
+shells, `network.py` for the wires, `replica.py` for the model, `sweep.py` draws random faults. After every
+step `checkers.py` looks at everything. Cases read like this:
 
     world = World(seed=7, nodes=3, rounds=4)
     world.crash("coordinator", at=3.0)
@@ -20,7 +20,6 @@ import itertools
 import random
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,30 +29,13 @@ from protocol import wire
 from protocol.entries import public_key
 from protocol.messages import Message
 from protocol.plan import Ops
-from tests.actors import COORDINATOR, Actor, CrashPoint, SimCoordinator, SimNode
-from tests.checkers import Checkers, require
+from tests.actors import COORDINATOR, Actor, CrashPoint, SimCoordinator
+from tests.checkers import Checkers, Violation, require
+from tests.network import LOST, QUIET, Faults, Network
 from tests.replica import make_lock
+from tests.simnode import SimNode
 
 LIVENESS = 300.0  # virtual seconds after the last fault in which the run must end
-LOST = float("inf")
-
-
-@dataclass(frozen=True, slots=True)
-class Faults:
-    """How bad the world is until it heals. Chances are per message or per step."""
-
-    drop: float = 0.0
-    duplicate: float = 0.0
-    delay: float = 0.005  # mean seconds
-    straggle: float = 0.0  # chance of a delay of up to 4 s, so that messages overtake each other
-    crash_node: float = 0.0
-    crash_coordinator: float = 0.0
-    down: float = 3.0  # mean seconds until a killed process is started again
-    until: float = 0.0  # when the world heals
-
-
-QUIET = Faults()
-Rule = Callable[[str, Message], float]  # (sender, message) -> extra seconds on the way, or LOST
 
 
 class World:
@@ -75,15 +57,15 @@ class World:
         self.now = 0.0
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.order = itertools.count()
+        self.network = Network(faults, self.random, lambda: self.now)
         self.signing_key = hashlib.blake2b(b"coordinator", digest_size=32).digest()
         self.lock = make_lock(public_key(self.signing_key), **lock)
         self.ops = Ops(rounds=rounds, **{"eval_every": 2, **(ops or {})})
         self.checkers = Checkers(self.lock, lambda state: probe_due(self.lock, self.ops, state)[0])
         self.lines: list[str] = []  # the story, for people
         self.notes: list[tuple[str, str, Mapping[str, Any]]] = []
-        self.rules: list[Rule] = []
         self.coming = 0  # starts that are scheduled
-        self.gone: set[str] = set()  # nodes that need not be there at the end
+        self.gone: set[str] = set()  # nodes that go for good
         self.failing = False  # whether a process may end with code 1
         self.nodes: dict[str, SimNode] = {}
         for k in range(nodes):
@@ -117,7 +99,8 @@ class World:
 
         def begin() -> None:
             self.coming -= 1
-            actor.start()
+            if not (actor.name in self.gone and actor.stopped):
+                actor.start()
 
         self.coming += 1
         self.after(delay, begin)
@@ -130,41 +113,35 @@ class World:
 
     def send(self, sender: str, key: bytes, message: Message) -> None:
         """Carry one frame between the coordinator and the node of `key`, or lose it."""
-        frame = wire.encode(message)
         to_node = sender == COORDINATOR
-        delay = sum(rule(self.by_key[key].name if to_node else sender, message) for rule in self.rules)
-        copies = 1
-        if not self.healed:
-            copies = 0 if self._chance(self.faults.drop) else 1 + self._chance(self.faults.duplicate)
-        for _ in range(0 if delay == LOST else copies):
-            decoded = wire.decode(frame, COORDINATOR if to_node else "node")
-            receiver: Actor = self.by_key[key] if to_node else self.coordinator
-            self.after(delay + self._delay(), partial(receiver.arrive, key, decoded))
-
-    def _chance(self, probability: float) -> bool:
-        return probability > 0 and self.random.random() < probability
-
-    def _delay(self) -> float:
-        if self.healed:
-            return self.random.expovariate(1 / QUIET.delay)
-        if self._chance(self.faults.straggle):
-            return self.random.uniform(0, 4)
-        return self.random.expovariate(1 / self.faults.delay)
+        receiver: Actor = self.by_key[key] if to_node else self.coordinator
+        journeys = self.network.journeys(sender, receiver.name, message)
+        if journeys:
+            decoded = wire.decode(wire.encode(message), COORDINATOR if to_node else "node")
+            for seconds in journeys:
+                self.after(seconds, partial(receiver.arrive, key, decoded))
 
     # ------------------------------------------------------------ what a case can do
 
     def crash(self, name: str, at: float, down: float = 1.0) -> None:
-        """Kill a process; it is started again after `down` seconds (LOST: never)."""
+        """Kill a process; it is started again after `down` seconds."""
         actor = self.actor(name)
 
         def kill() -> None:
             actor.kill()
-            if down < LOST:
-                self.start(actor, down)
-            else:
-                actor.stopped = ("killed for good", 0)
-                self.gone.add(name)
+            self.start(actor, down)
 
+        self.at(at, kill)
+
+    def lose(self, name: str, at: float) -> None:
+        """A process is killed and never comes back."""
+        actor = self.actor(name)
+
+        def kill() -> None:
+            actor.kill()
+            actor.stopped = ("killed for good", 0)
+
+        self.gone.add(name)
         self.at(at, kill)
 
     def restart(self, at: float) -> None:
@@ -176,24 +153,34 @@ class World:
         """SIGTERM to a node; it is started again after `back` seconds."""
         sim = self.nodes[name]
         if back < LOST:
-            self.at(at, sim.leave)
             self.at(at, lambda: self.start(sim, back))
         else:
             self.gone.add(name)
-            self.at(at, sim.leave)
+        self.at(at, sim.leave)
 
-    def cut(self, name: str, start: float, end: float) -> None:
-        """A node's link carries nothing for a while."""
-        self.rules.append(lambda who, _: LOST if who == name and start <= self.now < end else 0.0)
+    def slow(self, name: str, factor: float, start: float, end: float) -> None:
+        """A node computes slower for a while."""
+        sim = self.nodes[name]
+        self.at(start, lambda: setattr(sim, "pace", sim.pace * factor))
+        self.at(end, lambda: setattr(sim, "pace", sim.pace / factor))
 
-    def hold(self, name: str, kind: type[Message], seconds: float, times: int = 1) -> None:
-        """Delay (or lose) the next messages of a kind from or to a node."""
-        left = itertools.count(times, -1)
+    def freeze(self, name: str, at: float, seconds: float) -> None:
+        """A process is stopped (SIGSTOP) for a while; what is sent to it waits."""
+        self.at(at, lambda: setattr(self.actor(name), "thaws", at + seconds))
 
-        def rule(who: str, message: Message) -> float:
-            return seconds if who == name and type(message) is kind and next(left) > 0 else 0.0
+    def jump(self, name: str, at: float, seconds: float) -> None:
+        """The clock of a process jumps, forward or back."""
 
-        self.rules.append(rule)
+        def leap() -> None:
+            self.actor(name).skew += seconds
+            self.log(name, f"its clock jumps by {seconds:.1f} s")
+
+        self.at(at, leap)
+
+    def fill(self, name: str, start: float, end: float) -> None:
+        """A process's disk has no room for a while."""
+        self.at(start, lambda: setattr(self.actor(name), "full", True))
+        self.at(end, lambda: setattr(self.actor(name), "full", False))
 
     def poison(self, member: int, *names: str) -> None:
         """These nodes (all by default) fail whenever they evaluate this member."""
@@ -207,10 +194,14 @@ class World:
             faults.crash_coordinator if name == COORDINATOR else faults.crash_node
         ):
             return None
-        self.start(self.actor(name), self.random.expovariate(1 / faults.down))
-        if name != COORDINATOR or self.random.random() < 0.5:
-            return CrashPoint(self.random.randint(0, size))
-        return CrashPoint(None, self.random.randint(0, 3))
+        actor = self.actor(name)
+        self.start(actor, self.random.expovariate(1 / faults.down))
+        if isinstance(actor, SimNode):
+            return CrashPoint(self.random.randint(0, size), torn=self._chance(faults.torn))
+        return CrashPoint(0) if self.random.random() < 0.5 else CrashPoint(None, self.random.randint(0, 3))
+
+    def _chance(self, probability: float) -> bool:
+        return probability > 0 and self.random.random() < probability
 
     # ------------------------------------------------------------ running
 
@@ -225,7 +216,8 @@ class World:
             action()
             if self.faults.until and self.healed:
                 self._revive()
-            require(self.now < deadline, f"the run does not end: {self.status()['reason']}")
+            if self.now > deadline:
+                raise Violation(f"the run does not end: {self.status()['reason']}")
         if until is None and not self.failing:
             self._check_end()
 
@@ -233,7 +225,7 @@ class World:
         """After the faults what should run is started again: a node without END, a coordinator it needs."""
         if self.coming:
             return
-        missing = [sim for sim in self.nodes.values() if sim.up or not self._whole(sim)]
+        missing = [sim for sim in self.nodes.values() if sim.up or not self._satisfied(sim)]
         for sim in missing:
             if not sim.up:
                 self.start(sim, 0.0)
@@ -244,7 +236,10 @@ class World:
         """Something happens when the world heals, even if nothing else does."""
         self.log("world", "heals")
 
-    def _whole(self, sim: SimNode) -> bool:
+    def _satisfied(self, sim: SimNode) -> bool:
+        """Whether a node has nothing to wait for: it has the whole ledger, or it has gone for good."""
+        if sim.name in self.gone and sim.stopped:
+            return True
         return self.checkers.ended and len(sim.disk.raws) == len(self.checkers.chain)
 
     @property
@@ -252,12 +247,12 @@ class World:
         """Every process has ended by itself and nothing brings it back."""
         if self.coming or any(actor.up or actor.stopped is None for actor in self.actors):
             return False
-        return not self.faults.until or all(self._whole(sim) for sim in self.nodes.values())
+        return not self.faults.until or all(self._satisfied(sim) for sim in self.nodes.values())
 
     def _check_end(self) -> None:
         require(self.checkers.ended, "everything stopped before the run ended")
         for name, sim in self.nodes.items():
-            require(name in self.gone or self._whole(sim), f"{name} ends without the whole ledger")
+            require(self._satisfied(sim), f"{name} ends without the whole ledger")
 
     # ------------------------------------------------------------ looking
 

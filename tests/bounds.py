@@ -1,0 +1,44 @@
+"""How much a core may remember: every collection in its state has a limit that no history can exceed.
+
+A field without an entry in `GROWS` is held to a limit in the size of the pool and the round. Called by
+`checkers.py` after every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from functools import lru_cache
+from typing import Any
+
+from coordinator.state import State
+from esnode.nodestate import State as NodeState
+from protocol.lock import Lock
+from protocol.messages import Kind
+
+SPARE = 128  # kinds of counters, kept refusals, units told
+GROWS = {"history", "scores", "chain"}  # one element per round or entry: the run itself
+WHOLE = {"lock", "ops", "about", "key"}
+
+
+@lru_cache(maxsize=64)
+def _sized(kind: type) -> tuple[str, ...]:
+    return tuple(name for name in kind.__annotations__ if name not in GROWS | WHOLE)
+
+
+def _over(what: Any, limit: int) -> str:
+    for name in _sized(type(what)):
+        value = getattr(what, name)
+        if isinstance(value, Sized) and not isinstance(value, str | bytes) and len(value) > limit:
+            return f"{name} holds {len(value)} things, the limit is {limit}"
+    return ""
+
+
+def coordinator(state: State) -> str:
+    """What exceeds its limit in a coordinator; "" for nothing."""
+    cells = sum(len(member.sums) for member in state.round.members) if state.round else 0
+    return _over(state, SPARE + 4 * len(state.allowed) + cells)
+
+
+def node(state: NodeState, lock: Lock) -> str:
+    """What exceeds its limit in a node; "" for nothing."""
+    return _over(state, SPARE + lock.members * lock.chunk_count(Kind.MEMBER))

@@ -1,0 +1,169 @@
+"""The simulated node: what `esnode/daemon.py` does, on virtual time, with a vector for a model.
+
+`Disk` is what a kill spares. Called by `world.py`; the order of effects is that of `esnode/events.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+import esnode.events as ne
+from esnode import node
+from protocol.entries import EntryKind
+from protocol.messages import Kind, Message, Unit
+from tests.actors import Actor
+from tests.checkers import require
+from tests.replica import Replica, measure
+
+if TYPE_CHECKING:
+    from tests.world import World
+
+
+@dataclass
+class Disk:
+    """What a node keeps."""
+
+    raws: list[bytes] = field(default_factory=list)
+    term: int = 0
+
+
+class SimNode(Actor):
+    """A node process. `pace`: virtual seconds per prompt."""
+
+    def __init__(self, world: World, name: str, key: bytes, pace: float) -> None:
+        super().__init__(world, name)
+        self.key = key
+        self.pace = pace
+        self.disk = Disk()
+        self.poisoned: set[int] = set()  # members this node cannot evaluate
+        self.hung = 0.0  # seconds the next evaluation hangs
+        self.replica = Replica(world.lock)
+        self.evaluations = 0
+        self.job = 0
+        self.state = node.new(world.lock, self._about())
+
+    def _about(self) -> ne.About:
+        return ne.About(self.name, "reference", "simulated", b"selftest", b"engine-1")
+
+    def begin(self) -> None:
+        self.replica = Replica(self.world.lock)
+        self.state = node.new(self.world.lock, self._about())
+        self.job += 1
+        digest = self.replica.digest
+        self.step(ne.Started(self.clock, self.disk.term, tuple(self.disk.raws), 0, digest))
+
+    def tick(self) -> None:
+        self.step(ne.Tick(self.clock))
+
+    def receive(self, peer: bytes, message: Message) -> None:
+        self.step(ne.Received(self.clock, message))
+
+    # ------------------------------------------------------------ what can happen to it
+
+    def leave(self) -> None:
+        """SIGTERM."""
+        if self.up:
+            self.step(ne.Leave(self.clock, "asked to"))
+
+    def hang(self, seconds: float) -> None:
+        """The next evaluation takes this much longer and tells no progress meanwhile."""
+        self.hung = seconds
+
+    def flip(self, index: int = 5, bit: int = 3) -> None:
+        """One bit of one weight of the master turns over."""
+        self.replica.master.view("uint32")[index] ^= 1 << bit
+
+    def tear(self, keep: int, damage: bool) -> None:
+        """The ledger file keeps so many entries; with `damage` the next one is there with a wrong byte."""
+        raws = self.disk.raws
+        if keep >= len(raws):
+            return
+        torn = [raws[keep][:-1] + bytes([raws[keep][-1] ^ 1])] if damage else []
+        self.world.log(self.name, f"its ledger file is cut from {len(raws)} to {keep} entries")
+        raws[keep:] = torn
+
+    # ------------------------------------------------------------ effects
+
+    def step(self, event: ne.Event) -> None:
+        self.state, effects = node.step(self.state, event)
+        self.world.checkers.node(self.name, self.state)
+        crash = self.world.crash_point(self.name, len(effects)) if effects else None
+        for effect in effects[: crash.records] if crash else effects:
+            self._perform(effect)
+            if not self.up:
+                return
+        if crash:
+            self.kill()
+            if crash.torn:
+                self.tear(self.world.random.randint(0, len(self.disk.raws)), self.world.random.random() < 0.5)
+
+    def _perform(self, effect: ne.Effect) -> None:
+        world = self.world
+        match effect:
+            case ne.Send(message):
+                world.checkers.sent(message, None)
+                world.send(self.name, self.key, message)
+            case ne.Evaluate(unit):
+                self._evaluate(unit)
+            case ne.CancelUnit(unit):
+                self.later(0.05, partial(self._cancel, unit, self.job))
+            case ne.Apply(entries):
+                digests = self.replica.apply(entries)
+                for entry, digest in zip(entries, digests, strict=True):
+                    world.checkers.replica(entry.round + (entry.kind is EntryKind.COMMIT), digest, self.name)
+                ms = 20 * len(entries)
+                self.later(ms / 1000, lambda: self.step(ne.EntriesApplied(self.clock, digests, ms)))
+            case ne.Rewind():
+                self.replica = Replica(world.lock)
+                digest = self.replica.digest
+                self.later(0.05, lambda: self.step(ne.Rewound(self.clock, 0, digest, 50)))
+            case ne.Store(first, raws):
+                self._store(first, raws)
+            case ne.StoreTerm(term):
+                require(term > self.disk.term, "a term goes back")
+                if not self.out_of_room():
+                    self.disk.term = term
+            case ne.Note(kind, fields):
+                world.note(self.name, kind, fields)
+            case ne.Stop(reason, code):
+                self.stop(reason, code)
+
+    def _store(self, first: int, raws: tuple[bytes, ...]) -> None:
+        require(first <= len(self.disk.raws), f"{self.name} stores entry {first} behind a gap")
+        for height, raw in enumerate(raws, first):
+            require(self.world.checkers.chain[height].raw == raw, "a node stores another chain")
+        if not self.out_of_room():
+            self.disk.raws[first:] = raws
+
+    # ------------------------------------------------------------ the engine
+
+    def _evaluate(self, unit: Unit) -> None:
+        self.job += 1
+        self.evaluations += 1
+        lock, job = self.world.lock, self.job
+        prompts = sum(lock.chunk_size(unit.kind, k) for k in range(unit.first, unit.last + 1))
+        seconds = self.pace * prompts * self.world.random.uniform(0.8, 1.2) + self.hung
+        self.hung = 0.0
+
+        def halfway() -> None:
+            if job == self.job:
+                self.step(ne.Progress(self.clock, unit, 500))
+
+        def done() -> None:
+            if job != self.job:
+                return
+            self.job += 1
+            if unit.kind == Kind.MEMBER and unit.member in self.poisoned:
+                return self.step(ne.EvaluationFailed(self.clock, unit, "out of memory"))
+            outcome = measure(lock, self.replica.master, unit)
+            self.step(ne.Evaluated(self.clock, unit, outcome))
+
+        self.later(seconds / 2, halfway)
+        self.later(seconds, done)
+
+    def _cancel(self, unit: Unit, job: int) -> None:
+        if job == self.job:
+            self.job += 1
+            self.step(ne.Cancelled(self.clock, unit))

@@ -1,0 +1,121 @@
+"""The simulator's faults one by one: partitions, deaf and mute links, clocks, disks, stopped processes."""
+
+from __future__ import annotations
+
+from protocol.entries import CommitBody
+from protocol.messages import NodeBeat
+from tests.network import LOST
+from tests.world import World
+
+DAY = 86_400.0
+
+
+def commits(world: World) -> list[CommitBody]:
+    return [entry.body for entry in world.checkers.chain.values() if isinstance(entry.body, CommitBody)]
+
+
+def test_one_half_of_the_pool_goes_on_while_the_other_is_cut_off() -> None:
+    world = World(seed=30, nodes=4, rounds=8)
+    world.network.part({"node-0", "node-1"}, 1.0, 31.0)
+    world.run(until=30.0)
+    states = {node["name"]: node["state"] for node in world.status()["nodes"]}
+    assert states["node-0"] == states["node-1"] == "lost" and states["node-2"] == "ready"
+    assert world.coordinator.state.chain.round >= 2
+    world.run()
+
+
+def test_a_coordinator_cut_off_from_everybody_waits_and_nothing_is_lost() -> None:
+    world = World(seed=31, nodes=3, rounds=4)
+    world.network.part({"coordinator"}, 1.0, 61.0)
+    world.run(until=60.0)
+    round = world.coordinator.state.chain.round
+    assert world.status()["state"] == "paused"
+    world.run(until=66.0)
+    ready = [node for node in world.status()["nodes"] if node["state"] == "ready"]
+    assert len(ready) == 3, "traffic is back within 5 s"
+    assert world.coordinator.state.chain.round >= round
+    world.run()
+
+
+def test_a_node_that_is_heard_but_hears_nothing_holds_nobody_up() -> None:
+    world = World(seed=32, nodes=2, rounds=4, ops={"stall_seconds": 5.0})
+    world.network.cut("node-1", 1.0, 1000.0, "in")
+    world.lose("node-1", at=39.0)
+    world.run(until=38.0)
+    assert world.checkers.ended
+    world.run()
+
+
+def test_a_node_that_hears_but_is_not_heard_is_replaced() -> None:
+    world = World(seed=33, nodes=2, rounds=4)
+    world.network.cut("node-1", 1.0, 1000.0, "out")
+    world.lose("node-1", at=59.0)
+    world.run()
+    assert world.now < 60.0
+
+
+def test_clocks_that_jump_a_day_either_way_cost_seconds() -> None:
+    for seed, seconds in ((34, DAY), (35, -DAY)):
+        for name in ("coordinator", "node-0", "node-1"):
+            world = World(seed, nodes=2, rounds=4)
+            world.jump(name, at=1.5, seconds=seconds)
+            world.run()
+            assert world.now < 30.0, (name, seconds)
+
+
+def test_a_node_whose_clock_went_back_goes_on_beating() -> None:
+    world = World(seed=36, nodes=1, rounds=2, paces=(2.0,))
+    world.jump("node-0", at=1.5, seconds=-DAY)
+    world.run(until=2.0)
+    heard: list[float] = []
+    world.network.rules.append(
+        lambda sender, _, message: heard.append(world.now) or 0.0 if type(message) is NodeBeat else 0.0
+    )
+    world.run(until=12.0)
+    assert len(heard) >= 4
+
+
+def test_a_full_disk_ends_the_coordinator_before_it_speaks_and_it_returns_when_there_is_room() -> None:
+    world = World(seed=37, nodes=2, rounds=4)
+    world.fill("coordinator", 1.0, 21.0)
+    world.run(until=20.0)
+    records = len(world.coordinator.journal)
+    assert not world.coordinator.up
+    world.run(until=20.5)
+    assert len(world.coordinator.journal) == records
+    world.run()
+    assert len(commits(world)) == 4
+
+
+def test_a_full_disk_ends_a_node_and_it_returns_when_there_is_room() -> None:
+    world = World(seed=38, nodes=2, rounds=6)
+    world.fill("node-0", 1.0, 11.0)
+    world.run(until=10.0)
+    held = len(world.nodes["node-0"].disk.raws)
+    assert held < len(world.checkers.chain)
+    world.run()
+
+
+def test_a_torn_ledger_file_is_filled_again() -> None:
+    for keep, damage in ((0, False), (0, True), (3, False), (3, True)):
+        world = World(seed=39, nodes=2, rounds=6)
+        world.crash("node-0", at=4.0, down=1.0)
+        world.at(4.5, lambda k=keep, d=damage, w=world: w.nodes["node-0"].tear(k, d))  # type: ignore[misc]
+        world.run()
+        assert any("cut from" in line for line in world.lines)
+
+
+def test_a_stopped_process_goes_on_where_it_was() -> None:
+    for name in ("coordinator", "node-0"):
+        world = World(seed=40, nodes=2, rounds=12)
+        world.freeze(name, at=1.0, seconds=30.0)
+        world.run()
+        assert world.now < 90.0, name
+
+
+def test_a_slow_node_does_not_make_the_round_wait_for_all_its_work() -> None:
+    world = World(seed=41, nodes=2, rounds=4, paces=(0.1, 0.1))
+    world.slow("node-1", 30.0, start=0.5, end=LOST)
+    world.lose("node-1", at=100.0)
+    world.run()
+    assert world.now < 60.0
