@@ -20,7 +20,7 @@ from esnode import manifest
 from esnode.engines.interface import MemoryPlan
 from esnode.kernels.interface import Kernels, Slice
 from esnode.slicemap import Views
-from esnode.state import DTYPES, Part, State
+from esnode.state import DTYPES, Part, Pieces, State
 from protocol.ledger import Entry
 from protocol.lock import Lock, TensorSpec
 
@@ -126,6 +126,14 @@ class Replica:
     def reset(self) -> int:
         """Masters and live weights of the base checkpoint again; its D."""
         return self.state.reset(self._restore_part)
+
+    def chunk(self, array: int, first: int, end: int) -> NDArray[np.uint8]:
+        """Bytes of one master, as of `State.chunk`."""
+        return self.state.chunk(array, first, end)
+
+    def refill(self, pieces: Pieces) -> int:
+        """Masters and live weights of a snapshot, as of `State.refill`; D."""
+        return self.state.refill(pieces, self._restore_part)
 
     def replay(self, chain: Chain, upto: int) -> int:
         """Fold the first `upto` rounds of an ancestor's chain; D after them. Errors as of `State.replay`."""

@@ -8,7 +8,7 @@ only one so far.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,7 @@ U64 = 1 << 64
 
 Frozen = Callable[[TensorSpec, NDArray[Any]], None]
 Visit = Callable[["Part"], None]
+Pieces = Iterable[tuple[int, int, memoryview]]  # (array in name order, first byte, bytes)
 
 
 class StateError(UserError):
@@ -73,6 +74,7 @@ class State:
         self.kernels = kernels
         self.parts = parts
         self._by_name = {part.spec.name: part for part in parts}
+        self._in_name_order = sorted(range(len(parts)), key=lambda k: parts[k].spec.name)
         self._digest = digest
         self._torn = False
 
@@ -161,6 +163,30 @@ class State:
         self._digest = digest % U64
         self._torn = False
         return self._digest
+
+    def chunk(self, array: int, first: int, end: int) -> NDArray[np.uint8]:
+        """Bytes of one master, little-endian; arrays count in name order. For `esnode.snapshot`."""
+        self.require_whole()
+        return self._bytes(array)[first:end].cpu().numpy()
+
+    def refill(self, pieces: Pieces, visit: Visit = nothing) -> int:
+        """Overwrite all masters with (array, first byte, bytes) pieces; D taken afresh from the memory.
+
+        What raises half-way leaves a torn state, to be refilled or `reset`.
+        """
+        self._torn = True
+        for array, first, data in pieces:
+            target = self._bytes(array)[first : first + len(data)]
+            target.copy_(torch.from_numpy(np.frombuffer(data, np.uint8).copy()))
+        self._torn = False
+        for part in self.parts:
+            visit(part)
+        self._digest = self.recompute_digest()
+        return self._digest
+
+    def _bytes(self, array: int) -> torch.Tensor:
+        part = self.parts[self._in_name_order[array]]
+        return part.master.view(torch.uint8)
 
     def replay(self, chain: Chain, upto: int, visit: Visit = nothing) -> int:
         """Fold the first `upto` rounds of an ancestor's chain; D after them.

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from esnode import ancestry, locking, models
+from esnode.checkpoint import Checkpoints, Saved
 from esnode.engines import transformers_engine
 from esnode.engines.interface import MemoryPlan
 from esnode.engines.transformers_engine import TransformersEngine
@@ -42,9 +43,11 @@ class Workshop:
         worker: Worker,
         scorer: Scorer | None,
         about: About,
+        checkpoints: Checkpoints,
         ancestors: Sequence[tuple[Chain, int]] = (),
     ) -> None:
         self.about = about
+        self._checkpoints = checkpoints
         self._ancestors = ancestors
         self._engine = engine
         self._worker = worker
@@ -56,13 +59,22 @@ class Workshop:
 
     def apply(self, entries: Sequence[Entry]) -> list[int]:
         """Fold entries into the master; D after each."""
+        self._checkpoints.settle()
         return self._engine.apply(entries)
+
+    def save(self, round: int, entry: bytes, digest: int, done: Callable[[Saved], None]) -> None:
+        """Begin to write the master, which stands after `round` commits, as a snapshot; returns at once."""
+        self._checkpoints.begin(round, entry, digest, done)
 
     def rewind(self, entries: Sequence[Entry]) -> tuple[int, int]:
         """Bring the master to a state of this beginning of the ledger: (entries it reflects, D).
 
-        The base checkpoint, or a fork's parent, reflects none of them.
+        The newest snapshot in this node's folder that fits; else the base checkpoint, or a fork's parent,
+        which reflect none of them.
         """
+        found = self._checkpoints.load(entries)
+        if found is not None:
+            return found
         self._engine.reset()
         for chain, upto in self._ancestors:
             self._engine.replay(chain, upto)
@@ -73,7 +85,8 @@ class Workshop:
         return self._worker.evaluate(unit, stop, progress)
 
     def close(self) -> None:
-        """End the scoring process."""
+        """End the scoring process; a snapshot that is being written is finished first."""
+        self._checkpoints.settle()
         if self._scorer is not None:
             self._scorer.close()
 
@@ -107,7 +120,8 @@ def load(options: Options, lock: Lock) -> Workshop:
         engine.replay(chain, upto)
     scorer = locking.scorer(lock, data, code=options.code)
     about = About(options.name, engine.backend, device, selftest, engine.fingerprint)
-    return Workshop(engine, Worker(lock, engine, prepared, scorer), scorer, about, ancestors)
+    worker = Worker(lock, engine, prepared, scorer)
+    return Workshop(engine, worker, scorer, about, Checkpoints(options.folder, lock, engine), ancestors)
 
 
 def _model(options: Options, lock: Lock, log: logging.Logger) -> ModelFolder:

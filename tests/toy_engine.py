@@ -12,11 +12,13 @@ import hashlib
 import math
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
+from esnode.checkpoint import Checkpoints, Saved
 from esnode.engines.interface import Cancelled
 from esnode.events import About
 from esnode.nodeoptions import Options
@@ -55,9 +57,14 @@ def base_digest() -> int:
 class ToyWorkshop:
     """Engine, prompts and scorer in one."""
 
-    def __init__(self, lock: Lock, name: str, seconds: float | None = None) -> None:
-        """`seconds` per unit instead of the lock's."""
+    def __init__(
+        self, lock: Lock, name: str, seconds: float | None = None, folder: Path | None = None
+    ) -> None:
+        """`seconds` per unit instead of the lock's; `folder`: the node's own, for its snapshots (None: none
+        are kept).
+        """
         self._lock = lock
+        self._checkpoints = None if folder is None else Checkpoints(folder, lock, self, spare=0)
         self._key = seeds.tensor_key(TENSOR)
         self._master = base_weights()
         self._seconds = float(lock.task_options.get("seconds", 0.0)) if seconds is None else seconds
@@ -71,6 +78,8 @@ class ToyWorkshop:
 
     def apply(self, entries: Sequence[Entry]) -> list[int]:
         digests = []
+        if self._checkpoints is not None:
+            self._checkpoints.settle()
         for entry in entries:
             step = ledger.step_of(self._lock, entry)
             if step is not None:
@@ -80,8 +89,25 @@ class ToyWorkshop:
         return digests
 
     def rewind(self, entries: Sequence[Entry]) -> tuple[int, int]:
+        found = self._checkpoints.load(entries) if self._checkpoints is not None else None
+        if found is not None:
+            return found
         self._master = base_weights()
         return 0, self.digest()
+
+    def save(self, round: int, entry: bytes, digest: int, done: Callable[[Saved], None]) -> None:
+        if self._checkpoints is not None:
+            self._checkpoints.begin(round, entry, digest, done)
+
+    def chunk(self, array: int, first: int, end: int) -> np.ndarray:
+        return self._master.view(np.uint8)[first:end]
+
+    def refill(self, pieces: Iterable[tuple[int, int, memoryview]]) -> int:
+        fresh = self._master.copy()
+        for _, first, data in pieces:
+            fresh.view(np.uint8)[first : first + len(data)] = np.frombuffer(data, np.uint8)
+        self._master = fresh
+        return self.digest()
 
     def evaluate(self, unit: Unit, stop: Callable[[], bool], progress: Callable[[int], None]) -> ToyOutcome:
         lock = self._lock
@@ -99,7 +125,8 @@ class ToyWorkshop:
         return ToyOutcome(tuple(sums), sum(r > -0.1 for r in scores), 0, len(scores), (1, 2, 3), evidence)
 
     def close(self) -> None:
-        pass
+        if self._checkpoints is not None:
+            self._checkpoints.settle()
 
     def _take_time(self, stop: Callable[[], bool], progress: Callable[[int], None]) -> None:
         began = time.monotonic()
@@ -132,4 +159,4 @@ def _reward(live: np.ndarray, prompt: int) -> float:
 
 def load(options: Options, lock: Lock) -> ToyWorkshop:
     """The loader of `python -m esnode.daemon --loader tests.toy_engine:load`."""
-    return ToyWorkshop(lock, options.name)
+    return ToyWorkshop(lock, options.name, folder=options.folder)

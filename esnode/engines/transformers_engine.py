@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 import transformers
+from numpy.typing import NDArray
 from torch import nn
 
 from esnode import kernels as kernel_registry
@@ -23,7 +24,7 @@ from esnode.engines.interface import MemoryPlan, Sampling, StopCheck, never
 from esnode.kernels.interface import Kernels
 from esnode.manifest import WrongBase, check
 from esnode.replica import Replica, memory_plan
-from esnode.state import DTYPES
+from esnode.state import DTYPES, Pieces
 from protocol.ledger import Entry
 from protocol.lock import Lock
 
@@ -106,6 +107,15 @@ class TransformersEngine:
         """Read the base checkpoint again; its D. For a fork, `replay` the parents' chains next."""
         self._decoder.packing.drop()
         return self._replica.reset()
+
+    def chunk(self, array: int, first: int, end: int) -> NDArray[np.uint8]:
+        """Bytes of one master, for `esnode.checkpoint`. May be called from another thread between applies."""
+        return self._replica.chunk(array, first, end)
+
+    def refill(self, pieces: Pieces) -> int:
+        """Overwrite masters and live weights with those of a snapshot; D."""
+        self._decoder.packing.drop()
+        return self._replica.refill(pieces)
 
     def replay(self, chain: Chain, upto: int) -> int:
         """Fold the first `upto` rounds of an ancestor's chain (a fork's parent); D after them."""

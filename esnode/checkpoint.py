@@ -1,0 +1,166 @@
+"""A node's own snapshots: written while it goes on working, two kept, the newest that fits loaded.
+
+Shell. The writer is a thread that reads the masters in place: between two applies nothing moves them (law
+L3), so there is no copy to pay for, and hashing and writing leave the interpreter free for the engine. An
+apply or rewind that comes while it writes waits for it (`settle`). Called by the workshops, from the engine's
+thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from esnode import snapshot
+from esnode.snapshot import Header, Reader, SnapshotError
+from protocol.entries import Entry, EntryKind
+from protocol.lock import Lock
+
+KEPT = 2  # a donor of the last one may still be busy when the next is written
+FOLDER = "checkpoint"
+SPARE_BYTES = 256 * 1024 * 1024  # left on the disk for ledger and logs
+
+log = logging.getLogger(__name__)
+
+
+class Masters(Protocol):
+    """The state arrays of an engine, in the order of `snapshot.header_for`."""
+
+    def chunk(self, array: int, first: int, end: int) -> Any:
+        """Bytes `first` to `end` of an array, as a buffer."""
+
+    def refill(self, pieces: Iterable[tuple[int, int, memoryview]]) -> int:
+        """Overwrite all arrays with (array, first byte, buffer) pieces and take D afresh; returns it.
+
+        What raises in between leaves masters that refuse to be used until they are refilled or reset.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A snapshot was written (`root`), or was not (`reason`)."""
+
+    round: int
+    root: bytes
+    size: int
+    reason: str
+    ms: int
+
+
+class Checkpoints:
+    """The checkpoint folder of one node."""
+
+    def __init__(self, folder: Path, lock: Lock, masters: Masters, spare: int = SPARE_BYTES) -> None:
+        """`folder`: the node's own. `spare`: bytes of the disk that stay free."""
+        self.folder = folder / FOLDER
+        self._lock = lock
+        self._masters = masters
+        self._spare = spare
+        self._writer: threading.Thread | None = None
+
+    # ------------------------------------------------------------ writing
+
+    def begin(self, round: int, entry: bytes, digest: int, done: Callable[[Saved], None]) -> None:
+        """Start writing the masters as they are now; `done` is called from the writing thread."""
+        self.settle()
+        header = snapshot.header_for(self._lock, round, entry, digest)
+        self._writer = threading.Thread(
+            target=lambda: done(self._write(header)), name="checkpoint", daemon=True
+        )
+        self._writer.start()
+
+    def settle(self) -> None:
+        """Wait until nothing reads the masters; call it before they change."""
+        writer, self._writer = self._writer, None
+        if writer is not None and writer.is_alive():
+            began = time.monotonic()
+            writer.join()
+            log.info("waited %.2f s for a checkpoint to be written", time.monotonic() - began)
+
+    def _write(self, header: Header) -> Saved:
+        began = time.monotonic()
+
+        def spent() -> int:
+            return int((time.monotonic() - began) * 1000)
+
+        try:
+            short = self._make_room(header)
+            if short:
+                return Saved(header.round, b"", 0, short, spent())
+            path, root = snapshot.write(self.folder, header, self._masters.chunk)
+            self._prune(KEPT)
+            return Saved(header.round, root, path.stat().st_size, "", spent())
+        except OSError as error:  # the run goes on without this checkpoint
+            return Saved(header.round, b"", 0, f"{error.strerror} ({self.folder})", spent())
+
+    def _make_room(self, header: Header) -> str:
+        """Why there is no room for this snapshot; "" when there is. All but the newest may go for it."""
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for draft in self.folder.glob("*.new"):
+            draft.unlink()  # of a process that was killed
+        needed = header.total + self._spare
+        if _free(self.folder) < needed:
+            self._prune(1)
+        free = _free(self.folder)
+        if free >= needed:
+            return ""
+        return f"{free / 1e6:.0f} MB are free in {self.folder}, {needed / 1e6:.0f} MB are needed"
+
+    def _prune(self, keep: int) -> None:
+        for old in snapshot.files(self.folder)[keep:]:
+            old.unlink(missing_ok=True)
+
+    # ------------------------------------------------------------ reading
+
+    def load(self, entries: Sequence[Entry]) -> tuple[int, int] | None:
+        """Refill the masters from the newest file that is a state of these entries: (entries reflected, D).
+
+        None when there is none; the masters may have been touched then and must be reset.
+        """
+        self.settle()
+        heights = {entry.hash: k for k, entry in enumerate(entries) if entry.kind is EntryKind.COMMIT}
+        for path in snapshot.files(self.folder):
+            try:
+                with Reader(path) as reader:
+                    header = reader.header
+                    height = heights.get(header.entry)
+                    why = self._misfit(header, entries, height)
+                    if not why and height is not None:
+                        digest = self._masters.refill(_pieces(reader))
+                        if digest == header.digest:
+                            return height + 1, digest
+                        why = f"its weights have digest {digest:016x}, its header says {header.digest:016x}"
+            except (SnapshotError, OSError) as error:
+                why = str(error)
+            log.warning("checkpoint %s is not used: %s", path.name, why)
+        return None
+
+    def _misfit(self, header: Header, entries: Sequence[Entry], height: int | None) -> str:
+        """Why a file is no state of these entries; "" when it is one."""
+        expected = snapshot.header_for(self._lock, header.round, header.entry, header.digest)
+        if header != expected:
+            return "it is of another run or another model"
+        if height is None or entries[height].round + 1 != header.round:
+            return f"its round {header.round} is not in this ledger"
+        if height + 1 < len(entries) and entries[height + 1].digest != header.digest:
+            return f"the ledger states another digest after round {header.round}"
+        return ""
+
+
+def _pieces(reader: Reader) -> Iterator[tuple[int, int, memoryview]]:
+    for first, data in reader.parts():
+        view, place = memoryview(data), 0
+        for array, low, high in snapshot.spans(reader.header, first, len(data)):
+            yield array, low, view[place : place + high - low]
+            place += high - low
+
+
+def _free(folder: Path) -> int:
+    stats = os.statvfs(folder)
+    return stats.f_bavail * stats.f_frsize
