@@ -24,12 +24,14 @@ class Started(msgspec.Struct, frozen=True):
     now: float
     term: int
     nonce: bytes
+    wall: float = 0.0  # unix seconds; only invites expire by them. 0: the shell has no such clock
 
 
 class Tick(msgspec.Struct, frozen=True):
     """Time passes. `now` is monotonic seconds of the shell's clock."""
 
     now: float
+    wall: float = 0.0  # as in Started
 
 
 class Received(msgspec.Struct, frozen=True):
@@ -54,7 +56,34 @@ class StopRequested(msgspec.Struct, frozen=True):
     reason: str
 
 
-Event: TypeAlias = Started | Tick | Received | OpsChanged | StopRequested
+class InviteMade(msgspec.Struct, frozen=True):
+    """The operator made an invite. Its secret half is in the text that was printed and nowhere else."""
+
+    now: float
+    key: bytes  # public half of the one-time key
+    expires: int  # unix seconds
+    uses: int  # machines it lets in
+
+
+class NodeAllowed(msgspec.Struct, frozen=True):
+    """The operator puts a key on the list by hand, or puts a revoked one back."""
+
+    now: float
+    key: bytes
+    name: str
+
+
+class NodeRevoked(msgspec.Struct, frozen=True):
+    """The operator takes a node's key off the list, or withdraws an invite by its key."""
+
+    now: float
+    key: bytes
+    reason: str
+
+
+Event: TypeAlias = (
+    Started | Tick | Received | OpsChanged | StopRequested | InviteMade | NodeAllowed | NodeRevoked
+)
 
 # ---------------------------------------------------------------- journal records
 
@@ -82,7 +111,31 @@ class UnitFailed(msgspec.Struct, frozen=True):
     reason: str
 
 
-Record: TypeAlias = TermTaken | EntryAppended | ResultAccepted | UnitFailed
+class InviteOpened(msgspec.Struct, frozen=True):
+    number: int
+    key: bytes  # the public half: the journal lets nobody in
+    expires: int
+    uses: int
+
+
+class KeyAllowed(msgspec.Struct, frozen=True):
+    """One record for both: the key is on the list, and invite number `invite` is used (0: by hand)."""
+
+    key: bytes
+    name: str
+    invite: int
+
+
+class KeyRevoked(msgspec.Struct, frozen=True):
+    """`key` is a node's or an invite's."""
+
+    key: bytes
+    reason: str
+
+
+Record: TypeAlias = (
+    TermTaken | EntryAppended | ResultAccepted | UnitFailed | InviteOpened | KeyAllowed | KeyRevoked
+)
 
 # ---------------------------------------------------------------- effects
 

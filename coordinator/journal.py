@@ -16,7 +16,16 @@ from pathlib import Path
 
 import msgspec
 
-from coordinator.events import EntryAppended, Record, ResultAccepted, TermTaken, UnitFailed
+from coordinator.events import (
+    EntryAppended,
+    InviteOpened,
+    KeyAllowed,
+    KeyRevoked,
+    Record,
+    ResultAccepted,
+    TermTaken,
+    UnitFailed,
+)
 from protocol.errors import UserError
 from protocol.messages import Result, Unit
 
@@ -25,7 +34,7 @@ _APPLICATION = 0x65736E64  # "esnd": tells our files from other SQLite files
 _BUSY_SECONDS = 2.0  # a predecessor that is just exiting still holds the lock for a moment
 _MAX_ROUND = 2**63 - 1  # SQLite integers are signed; the record itself keeps the full value
 
-_TERM, _ENTRY, _RESULT, _FAILED = range(4)
+_TERM, _ENTRY, _RESULT, _FAILED, _INVITE, _ALLOWED, _REVOKED = range(7)
 _SCHEMA = (
     "CREATE TABLE record (seq INTEGER PRIMARY KEY, kind INTEGER NOT NULL, round INTEGER,"
     " crc INTEGER NOT NULL, body BLOB NOT NULL)",
@@ -50,12 +59,21 @@ def encode(record: Record) -> tuple[int, int | None, bytes]:
             return _RESULT, min(result.unit.round, _MAX_ROUND), pack((evaluator, result))
         case UnitFailed(evaluator, unit, reason):
             return _FAILED, min(unit.round, _MAX_ROUND), pack((evaluator, unit, reason))
+        case InviteOpened(number, key, expires, uses):
+            return _INVITE, None, pack((number, key, expires, uses))
+        case KeyAllowed(key, name, invite):
+            return _ALLOWED, None, pack((key, name, invite))
+        case KeyRevoked(key, reason):
+            return _REVOKED, None, pack((key, reason))
 
 
 _TERM_READER = msgspec.msgpack.Decoder(tuple[int, bytes])
 _ENTRY_READER = msgspec.msgpack.Decoder(tuple[int, bytes])
 _RESULT_READER = msgspec.msgpack.Decoder(tuple[int, Result])
 _FAILED_READER = msgspec.msgpack.Decoder(tuple[int, Unit, str])
+_INVITE_READER = msgspec.msgpack.Decoder(tuple[int, bytes, int, int])
+_ALLOWED_READER = msgspec.msgpack.Decoder(tuple[bytes, str, int])
+_REVOKED_READER = msgspec.msgpack.Decoder(tuple[bytes, str])
 
 
 def decode(kind: int, body: bytes) -> Record:
@@ -68,6 +86,12 @@ def decode(kind: int, body: bytes) -> Record:
         return ResultAccepted(*_RESULT_READER.decode(body))
     if kind == _FAILED:
         return UnitFailed(*_FAILED_READER.decode(body))
+    if kind == _INVITE:
+        return InviteOpened(*_INVITE_READER.decode(body))
+    if kind == _ALLOWED:
+        return KeyAllowed(*_ALLOWED_READER.decode(body))
+    if kind == _REVOKED:
+        return KeyRevoked(*_REVOKED_READER.decode(body))
     raise ValueError(f"unknown kind {kind}")
 
 

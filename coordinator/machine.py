@@ -13,13 +13,14 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from coordinator import membership, rounds, work
+from coordinator import enrolment, membership, roster, rounds, work
 from coordinator.events import (
     Effect,
     Event,
     OpsChanged,
     Received,
     Started,
+    StopRequested,
     TermTaken,
     Tick,
 )
@@ -27,7 +28,7 @@ from coordinator.membership import Node
 from coordinator.picture import status
 from coordinator.state import State, new, recall
 from coordinator.turn import Turn
-from protocol.entries import MAX_NAME, Admission, LockBody, RosterBody, public_key
+from protocol.entries import LockBody, public_key
 from protocol.messages import (
     RELEASED,
     RUN_ENDED,
@@ -36,6 +37,7 @@ from protocol.messages import (
     Applied,
     Bye,
     CoordBeat,
+    Enrol,
     Entries,
     Failed,
     Fetch,
@@ -69,13 +71,16 @@ def step(state: State, event: Event) -> tuple[State, tuple[Effect, ...]]:
     if isinstance(event, Received):
         _on_message(turn, event.peer, event.message)
     elif isinstance(event, Tick):
+        turn.set(wall=event.wall)
         _on_tick(turn)
     elif isinstance(event, Started):
         _on_started(turn, event)
     elif isinstance(event, OpsChanged):
         _on_ops(turn, event)
-    else:
+    elif isinstance(event, StopRequested):
         turn.stop(event.reason, 0, f"{STOPPED}: {event.reason}")
+    else:
+        roster.ORDERS[type(event)](turn, event)
     return turn.state, tuple(turn.effects)
 
 
@@ -87,7 +92,7 @@ def _on_started(turn: Turn, event: Started) -> None:
     assert event.term > state.term, "a term is used once"
     record = TermTaken(event.term, event.nonce)
     turn.persist(record)
-    turn.state = replace(recall(state, record), started=True)
+    turn.state = replace(recall(state, record), started=True, wall=event.wall)
     if state.chain.height and state.chain.lock.run_id != state.lock.run_id:
         recorded, given = state.chain.lock.run_id.hex()[:16], state.lock.run_id.hex()[:16]
         return turn.stop(f"this folder holds run {recorded}, the plan is that of run {given}", 1)
@@ -119,7 +124,7 @@ def _on_tick(turn: Turn) -> None:
         return _linger(turn, turn.state.ending)
     _expire(turn)
     turn.census()
-    _admit_waiting(turn)
+    roster.renew(turn)
     work.give_up(turn)
     work.close(turn)
     work.assign(turn)
@@ -152,22 +157,15 @@ def _expire(turn: Turn) -> None:
             turn.note("membership", node=node.name, what="leases ended", reason=verdict.reason)
 
 
-def _admit_waiting(turn: Turn) -> None:
-    """One roster entry for all nodes that wait for theirs, as soon as D of the tip is known."""
-    state = turn.state
-    waiting = [node for node in state.nodes.values() if node.number is None and not node.left]
-    if not waiting or state.digest is None:
-        return
-    first = max(state.numbers.values(), default=-1) + 1
-    turn.append(RosterBody(tuple(Admission(first + k, n.key, n.name) for k, n in enumerate(waiting))))
-    turn.census()
-
-
 # ---------------------------------------------------------------- messages
 
 
 def _on_message(turn: Turn, peer: bytes, message: Message) -> None:
     state = turn.state
+    if isinstance(message, Enrol):
+        return roster.on_enrol(turn, peer, message)
+    if peer in state.guests.revoked:
+        return turn.send(peer, Bye(f"{roster.REVOKED}: {state.guests.revoked[peer]}"))
     if isinstance(message, Hello):
         return _on_hello(turn, peer, message)
     if peer not in state.allowed:
@@ -192,8 +190,7 @@ def _refuse(turn: Turn, peer: bytes, name: str, reason: str) -> None:
 def _on_hello(turn: Turn, peer: bytes, hello: Hello) -> None:
     """Admit or refuse. A newer Hello of a key supersedes what was known of it; its units stay its own."""
     state, chain = turn.state, turn.chain
-    name = state.allowed.get(peer) or hello.name
-    name = "".join(letter for letter in name if letter.isprintable())[:MAX_NAME]
+    name = state.allowed.get(peer) or enrolment.label(hello.name, peer)
     verdict = membership.admit(hello, chain, state.term, peer in state.allowed, state.selftest)
     if not verdict.ok:
         return _refuse(turn, peer, name, verdict.reason)

@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec.structs import asdict
 
-from coordinator import membership, rounds
+from coordinator import enrolment, membership, rounds
 from coordinator.membership import READY, Node
 from coordinator.state import State
 from protocol.messages import Kind, Unit
@@ -42,6 +42,7 @@ def status(state: State) -> dict[str, Any]:
         "nodes": [_node(state, node) for node in state.nodes.values()],
         "counters": dict(sorted(state.counters.items())),
         "refusals": list(state.refusals),
+        "guests": enrolment.picture(state.guests, state.wall),
     }
 
 

@@ -11,8 +11,17 @@ from collections.abc import Mapping
 import msgspec
 from msgspec.structs import replace
 
-from coordinator import rounds
-from coordinator.events import EntryAppended, Record, ResultAccepted, TermTaken
+from coordinator import enrolment, rounds
+from coordinator.enrolment import Guests
+from coordinator.events import (
+    EntryAppended,
+    InviteOpened,
+    KeyAllowed,
+    KeyRevoked,
+    Record,
+    ResultAccepted,
+    TermTaken,
+)
 from coordinator.membership import Node
 from coordinator.rounds import Round
 from protocol.chain import Chain
@@ -42,11 +51,12 @@ class State(msgspec.Struct, frozen=True):
     lock: Lock
     ops: Ops
     key: bytes  # Ed25519 seed that signs entries
-    allowed: Mapping[bytes, str]  # CURVE key -> name
+    guests: Guests  # whom the gate lets in
     chain: Chain = msgspec.field(default_factory=Chain)
     term: int = 0
     nonce: bytes = b""
     now: float = 0.0
+    wall: float = 0.0  # unix seconds as of the last tick; 0 when the shell does not say
     slip: float = 0.0  # seconds the shell's clock has jumped back
     started: bool = False
     round: Round | None = None
@@ -64,10 +74,15 @@ class State(msgspec.Struct, frozen=True):
     ending: float | None = None  # when END was announced
     stopped: str = ""
 
+    @property
+    def allowed(self) -> Mapping[bytes, str]:
+        """CURVE key -> name of everybody who may say Hello."""
+        return self.guests.allowed
+
 
 def new(lock: Lock, ops: Ops, key: bytes, allowed: Mapping[bytes, str]) -> State:
     """An empty coordinator. `key`: 32-byte Ed25519 seed that signs entries; `allowed`: CURVE key -> name."""
-    return State(lock, ops, key, dict(allowed))
+    return State(lock, ops, key, Guests(dict(allowed)))
 
 
 def adopt(state: State, entry: Entry) -> State:
@@ -95,13 +110,16 @@ def adopt(state: State, entry: Entry) -> State:
 
 
 def _enrol(state: State, body: RosterBody) -> State:
-    numbers = dict(state.numbers)
-    nodes = dict(state.nodes)
+    keys = {number: key for key, number in state.numbers.items()}
+    guests = enrolment.adopt(state.guests, body, keys)
+    gone = [keys[number] for number in body.revoked]
+    numbers = {key: number for key, number in state.numbers.items() if key not in gone}
+    nodes = {key: replace(node, number=None) if key in gone else node for key, node in state.nodes.items()}
     for admission in body.admitted:
         numbers[admission.key] = admission.number
         if admission.key in nodes:
             nodes[admission.key] = replace(nodes[admission.key], number=admission.number)
-    return replace(state, numbers=numbers, nodes=nodes)
+    return replace(state, guests=guests, numbers=numbers, nodes=nodes)
 
 
 def recall(state: State, record: Record) -> State:
@@ -111,6 +129,8 @@ def recall(state: State, record: Record) -> State:
         return replace(state, term=record.term, nonce=record.nonce, round=forgiven)
     if isinstance(record, EntryAppended):
         return adopt(state, parse(record.raw))
+    if isinstance(record, InviteOpened | KeyAllowed | KeyRevoked):
+        return replace(state, guests=enrolment.fold(state.guests, record))
     round = state.round
     if round is None:
         return state

@@ -126,6 +126,11 @@ class Chain:
         return self._roster
 
     @property
+    def next_number(self) -> int:
+        """The roster number of the next key that is admitted: each is given once."""
+        return max(self._numbers, default=-1) + 1
+
+    @property
     def trusted(self) -> tuple[bytes, ...]:
         """Ed25519 keys that may sign the next entry."""
         keys = tuple(bytes.fromhex(key) for key in self.lock.trusted)

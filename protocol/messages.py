@@ -187,6 +187,20 @@ class Bye(Message, frozen=True):
     reason: str
 
 
+class Enrol(Message, frozen=True):
+    """newcomer -> coordinator, under an invite's one-time key: let this permanent key in."""
+
+    key: bytes  # 32-byte CURVE public key under which the machine will say Hello
+    name: str  # a label, as in Hello
+
+
+class Enrolled(Message, frozen=True):
+    """coordinator -> newcomer: the key is on the list; say Hello under it. Repeated for the same key."""
+
+    run: bytes
+    number: int  # of the invite that was used, as `esnode nodes list` shows it; 0 when none was needed
+
+
 class BlobAsk(Message, frozen=True):
     """node -> coordinator, also before Hello: a part of a blob known by its digest.
 
@@ -290,6 +304,8 @@ AnyMessage: TypeAlias = (
     | NodeBeat
     | CoordBeat
     | Bye
+    | Enrol
+    | Enrolled
     | BlobAsk
     | Blob
     | DigestAsk
@@ -333,6 +349,8 @@ SCHEMA: tuple[Rule, ...] = (
     Rule(15, NodeBeat, "node", 4 * _KB, "CoordBeat"),
     Rule(16, CoordBeat, "coordinator", 4 * _KB, ""),
     Rule(17, Bye, "coordinator", 2 * _KB, ""),
+    Rule(18, Enrol, "node", 512, "Enrolled, Refuse"),
+    Rule(19, Enrolled, "coordinator", 64, ""),
     Rule(22, BlobAsk, "node", 64, "Blob, Refuse"),
     Rule(23, Blob, "coordinator", BLOB_PART + 128, ""),
     Rule(26, DigestAsk, "coordinator", 2 * _KB, "TensorDigests"),

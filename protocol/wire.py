@@ -26,6 +26,7 @@ from protocol.messages import (
     AnyMessage,
     Blob,
     Commit,
+    Enrol,
     Entries,
     Fetch,
     Hello,
@@ -41,6 +42,7 @@ MAX_FRAME = max(rule.limit for rule in RULE_BY_TAG.values())  # what MAXMSGSIZE 
 MAX_ENTRIES = 1024  # entries in one Fetch or Entries
 MAX_UNITS = 64  # units named in one Hello or heartbeat
 MAX_CHUNKS = 4096  # chunk sums in one Result
+_EARLY = (Hello, Enrol)
 MAX_VALUES = 2048  # digests in one TensorDigests, rewards in one Evidence
 MAX_PIECES = 16  # in one Rederive
 _U32 = 2**32 - 1
@@ -92,8 +94,8 @@ def decode(frame: bytes, sender: str) -> AnyMessage:
             max_ext_len=0,
         )
         fields = plain[1:]
-        if rule.type is Hello:  # sent before a version is agreed: what later versions append is theirs
-            fields = fields[: len(Hello.__struct_fields__)]
+        if rule.type in _EARLY:  # sent before a version is agreed: what later versions append is theirs
+            fields = fields[: len(rule.type.__struct_fields__)]
         # bytes are named as a plain type: otherwise msgspec would take base64 text for them
         found = msgspec.convert(fields, rule.type, strict=True, builtin_types=(bytes,))
         message = _entries(found, unpacked)
@@ -145,6 +147,7 @@ _SIZES: dict[str, tuple[int, ...]] = {
     "selftest": (8,),
     "fingerprint": (8,),
     "evidence": (8,),
+    "key": (HASH,),
     "digest": (HASH,),  # of a blob; the digests of masters are numbers
 }
 _SIZES_OF: dict[type[Message], dict[str, tuple[int, ...]]] = {

@@ -16,7 +16,16 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.events import EntryAppended, Record, ResultAccepted, TermTaken, UnitFailed
+from coordinator.events import (
+    EntryAppended,
+    InviteOpened,
+    KeyAllowed,
+    KeyRevoked,
+    Record,
+    ResultAccepted,
+    TermTaken,
+    UnitFailed,
+)
 from coordinator.journal import VERSION, Journal, JournalError, entries_of
 from protocol.messages import Result, Unit
 
@@ -39,6 +48,9 @@ def some_records() -> list[Record]:
         UnitFailed(1, Unit(0, 0, 5, 0, 0), "out of memory: 1 GB\u2014sorry"),
         result(TOP, TOP),
         EntryAppended(1, b""),
+        InviteOpened(1, RUN, 1_900_000_000, 3),
+        KeyAllowed(RUN[::-1], "gpu \u2014 1", 1),
+        KeyRevoked(RUN[::-1], "sold"),
     ]
 
 

@@ -28,6 +28,8 @@ from protocol.messages import (
     Commit,
     CoordBeat,
     DigestAsk,
+    Enrol,
+    Enrolled,
     Entries,
     Evidence,
     EvidenceAsk,
@@ -92,6 +94,8 @@ EXAMPLES: tuple[Message, ...] = (
     NodeBeat(10, b"tip_____", ((UNIT, 512), (Unit(12, Kind.PROBE, 0, 0, 1), 0))),
     CoordBeat(3, 10, b"tip_____", (UNIT,)),
     Bye("the run ended"),
+    Enrol(b"k" * 32, "a"),
+    Enrolled(b"r" * 32, 7),
     BlobAsk(1, 1, b"d" * 32, 2**18),
     Blob(b"d" * 32, 2**18, 2**18 + 3, b"end"),
     DigestAsk(12, 0, "node-b has another digest"),
@@ -153,6 +157,8 @@ STRATEGIES: dict[type[Message], st.SearchStrategy[Any]] = {
     ),
     CoordBeat: st.builds(CoordBeat, U32, U32, B8, st.lists(UNITS, max_size=4).map(tuple)),
     Bye: st.builds(Bye, TEXT),
+    Enrol: st.builds(Enrol, B32, TEXT),
+    Enrolled: st.builds(Enrolled, B32, U32),
     BlobAsk: st.builds(BlobAsk, U32, U32, B32, U32),
     Blob: st.builds(
         lambda digest, offset, data, rest: Blob(digest, offset, offset + len(data) + rest, data),
@@ -346,10 +352,10 @@ def test_refused(frame: bytes, sender: str, says: str) -> None:
 
 
 def test_a_later_hello_is_still_read() -> None:
-    """Versions are agreed in Hello itself, so fields that a later one appends are skipped, there only."""
-    hello = EXAMPLES[0]
-    fields = msgpack.unpackb(encode(hello))
-    assert decode(pack(*fields, 7, "new"), "node") == hello
+    """Versions are agreed in Hello, so what later ones append to it and to Enrol is skipped, there only."""
+    for early in (EXAMPLES[0], Enrol(KEY, "a")):
+        fields = msgpack.unpackb(encode(early))
+        assert decode(pack(*fields, 7, "new"), "node") == early
     assert "length" in refused(pack(*msgpack.unpackb(encode(EXAMPLES[13])), 7), "node")
 
 
