@@ -1,7 +1,4 @@
-"""Whole runs in the simulator: named cases that tell a story, and a sweep of random faults.
-
-A seed that ever failed stays in KNOWN_BAD for good.
-"""
+"""Whole runs in the simulator: named cases that tell a story. Random ones are in `test_sweep.py`."""
 
 from __future__ import annotations
 
@@ -12,14 +9,7 @@ from protocol.entries import CommitBody, EntryKind, ScoreBody, parse
 from protocol.messages import Ack, Applied, Assign, Bye, Commit, Entries, Hello, Result, Welcome
 from tests.actors import CrashPoint
 from tests.network import LOST
-from tests.sweep import check
 from tests.world import World
-
-SEEDS = range(100)
-MANY_SEEDS = range(1_000, 2_000)
-# None failed since the sweep has its present form (what failed before is a story below). These take
-# longest to end: a hung engine, a long outage, a poisoned member on a lone node.
-KNOWN_BAD = (137, 384)
 
 
 def commits(world: World) -> list[CommitBody]:
@@ -271,24 +261,3 @@ def test_the_last_word_on_d_may_be_lost() -> None:
     world.network.hold("node-0", Applied, LOST)
     world.run()
     assert world.now < 30.0
-
-
-# ---------------------------------------------------------------- seeds
-
-
-@pytest.mark.parametrize("seed", KNOWN_BAD)
-def test_known_bad_seeds(seed: int) -> None:
-    check(seed)
-
-
-@pytest.mark.parametrize("first", range(0, len(SEEDS), 20))
-def test_seeds(first: int) -> None:
-    for seed in SEEDS[first : first + 20]:
-        check(seed)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_many_seeds() -> None:
-    for seed in MANY_SEEDS:
-        check(seed)
