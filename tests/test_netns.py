@@ -1,0 +1,145 @@
+"""Runs across network namespaces: slow, lossy and cut links, IPv6, firewalls. Skipped where not allowed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol import ledger
+from tests import chaos, netns, toy_engine
+from tests.runs import Processes, make_folder, wait_for
+
+pytestmark = pytest.mark.skipif(bool(netns.why_not()), reason=netns.why_not() or "-")
+
+PORT = 7700
+RETURN_SECONDS = 5.0  # after a partition heals, until the node works again
+
+
+class Site(Processes):
+    """Processes spread over a `Net`: the coordinator listens on all its cables."""
+
+    net: netns.Net
+    v6 = False
+
+    def serve(self) -> Any:
+        """The coordinator, in its namespace."""
+        bind = f"tcp://[::]:{PORT}" if self.v6 else f"tcp://0.0.0.0:{PORT}"
+        words = ("--data", str(self.folder), "--bind", bind)
+        return self.start(
+            "coordinator", "coordinator.server", *words, NETNS=self.net.space(netns.COORDINATOR)
+        )
+
+    def join(self, name: str, address: str = "", *extra: str) -> Any:
+        """A toy node, in its namespace."""
+        words = ("--run", str(self.folder), "--name", name, "--threads", "1")
+        where = ("--coordinator", address or self.net.address(name, PORT, self.v6))
+        loader = ("--loader", "tests.toy_engine:load")
+        return self.start(name, "esnode.daemon", *words, *where, *loader, *extra, NETNS=self.net.space(name))
+
+    def node_state(self, name: str) -> dict[str, Any]:
+        """A node in the coordinator's eyes, {} when unknown."""
+        return next((node for node in self.status().get("nodes", []) if node["name"] == name), {})
+
+    def check(self) -> None:
+        """The ledger is whole and that of a run without faults."""
+        path = self.folder / "run.ledger"
+        lock = ledger.read(path).chain.lock
+        assert chaos.differences(path, toy_engine.ToyWorkshop(lock, "truth", 0.0)) == []
+
+
+@pytest.fixture
+def site(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Site]:
+    """Two nodes and a coordinator; the parameter is the rate of the cables."""
+    with netns.Net(("n1", "n2"), getattr(request, "param", None)) as net, Site(tmp_path) as site:
+        site.net = net
+        yield site
+
+
+@pytest.mark.parametrize("site", ["10mbit"], indirect=True)
+def test_far_slow_and_lossy(site: Site) -> None:
+    """200 ms round trip, 10 Mbit/s, 5% of packets lost each way, and a kill -9 in the middle."""
+    make_folder(site.folder, rounds=4, task_options={"seconds": 0.2})
+    addresses = {}
+    for name in ("n1", "n2"):
+        site.net.lose(name, 0.05)
+        addresses[name] = site.net.delayed(name, PORT, 0.1)
+    site.serve()
+    for name, address in addresses.items():
+        site.join(name, address)
+    wait_for(lambda: site.status().get("round", 0) >= 1, 40)
+    site.kill("n1")
+    site.join("n1", addresses["n1"])
+    site.wait_end(90)
+    site.check()
+
+
+@pytest.mark.parametrize("seconds", [20, pytest.param(60, marks=pytest.mark.slow)])
+def test_a_partition_heals(site: Site, seconds: float) -> None:
+    """The other node works on meanwhile; the one cut off is back within seconds and nothing differs."""
+    make_folder(site.folder, rounds=10**6, task_options={"seconds": 0.1})
+    site.serve()
+    for name in ("n1", "n2"):
+        site.join(name)
+    wait_for(lambda: site.node_state("n1").get("state") == site.node_state("n2").get("state") == "ready")
+    site.net.cut("n1")
+    before = site.status()["round"]
+    time.sleep(seconds)
+    assert site.status()["round"] > before + 2
+    assert site.node_state("n1")["state"] != "ready"
+    site.net.heal("n1")
+    healed = time.monotonic()
+    wait_for(lambda: site.node_state("n1")["state"] == "ready" and site.node_state("n1")["units"], 30)
+    back = time.monotonic() - healed
+    print(f"work again {back:.1f} s after a partition of {seconds} s")
+    assert back <= RETURN_SECONDS
+    plan = site.folder / "plan.toml"
+    plan.write_text(plan.read_text().replace("1000000", str(site.status()["round"] + 1)))
+    site.wait_end(30)
+    site.check()
+
+
+def test_an_isolated_coordinator_waits_and_goes_on(site: Site) -> None:
+    make_folder(site.folder, rounds=40, task_options={"seconds": 0.1})
+    site.serve()
+    for name in ("n1", "n2"):
+        site.join(name)
+    wait_for(lambda: site.status().get("round", 0) >= 1)
+    site.net.cut(netns.COORDINATOR)
+    wait_for(lambda: site.status()["state"] == "paused", 30)
+    stood = site.status()["round"]
+    site.net.heal(netns.COORDINATOR)
+    healed = time.monotonic()
+    wait_for(lambda: site.status()["round"] > stood, 30)
+    assert time.monotonic() - healed <= RETURN_SECONDS
+    site.wait_end(60)
+    site.check()
+
+
+def test_ipv6(site: Site) -> None:
+    make_folder(site.folder, rounds=3)
+    site.v6 = True
+    site.serve()
+    for name in ("n1", "n2"):
+        site.join(name)
+    site.wait_end(30)
+    assert "connected to tcp://[fd77:" in site.words("n1")
+    site.check()
+
+
+def test_a_firewall_that_drops_packets(site: Site) -> None:
+    """One sentence within ten seconds, whatever silence is on the line; the other node is not disturbed."""
+    make_folder(site.folder, rounds=10**6, task_options={"seconds": 0.05})
+    site.serve()
+    site.join("n2")
+    site.net.refuse_silently("n1", PORT)
+    began = time.monotonic()
+    node = site.join("n1", "", "--wait", "8")
+    assert node.wait(15) == 1
+    assert time.monotonic() - began < 12
+    assert site.words("n1").splitlines()[-1].startswith("esnode: nothing answers at tcp://10.77.1.1")
+    reached = site.status()["round"]
+    wait_for(lambda: site.status()["round"] > reached)
