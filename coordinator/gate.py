@@ -132,17 +132,16 @@ class Gate:
                 accepted.append(delivery)
         return accepted
 
-    def send(self, peer: bytes, message: Message) -> bool:
-        """Queue a message for the connection that last said Hello with this key; False when dropped."""
+    def send(self, peer: bytes, message: Message) -> int:
+        """Queue a message for the connection that last said Hello with this key.
+
+        Returns the bytes it takes on the wire, 0 when it was dropped.
+        """
         address = self._address.get(peer)
         if address is None:
             self.counts.dropped[type(message).__name__] += 1
-            return False
+            return 0
         return self._send_to(address, message)
-
-    def cost(self, message: Message) -> int:
-        """Bytes this message takes on the wire."""
-        return zmtp.wire_size(len(self._encode(message)), self._encrypted)
 
     def close(self, farewell: bool) -> None:
         """Close; with `farewell`, give what was sent last a moment to be read.
@@ -219,7 +218,7 @@ class Gate:
             self._last = (message, wire.encode(message))
         return self._last[1]
 
-    def _send_to(self, route: bytes, message: Message) -> bool:
+    def _send_to(self, route: bytes, message: Message) -> int:
         kind = type(message).__name__
         body = self._encode(message)
         try:
@@ -228,9 +227,10 @@ class Gate:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise
             self.counts.dropped[kind] += 1
-            return False
-        self.counts.bytes_out[kind] += zmtp.wire_size(len(body), self._encrypted)
-        return True
+            return 0
+        size = zmtp.wire_size(len(body), self._encrypted)
+        self.counts.bytes_out[kind] += size
+        return size
 
     # ------------------------------------------------------------ connections
 

@@ -1,6 +1,6 @@
 """The coordinator's pure core, a sequencer that never holds a model.
 
-Lives here: `step`, what it does per event.
+Lives here: `step`, what it does per event, and `fold`, the same for many.
 
 Pure: protocol and coordinator's pure modules only. Called by `server.py` and the simulator, which perform the
 effects in the order of `events.py`. `State`, `new`, `recall` and `status` are reached through here.
@@ -8,7 +8,7 @@ effects in the order of `events.py`. `State`, `new`, `recall` and `status` are r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from msgspec.structs import replace
@@ -51,7 +51,7 @@ from protocol.messages import (
     Welcome,
 )
 
-__all__ = ["State", "new", "recall", "status", "step"]
+__all__ = ["State", "fold", "new", "recall", "status", "step"]
 
 LINGER = 60.0  # seconds END is served at most to nodes that have not confirmed it
 LINGER_ALONE = 5.0  # and to nodes that might return, after a start on a run that has ended
@@ -62,11 +62,24 @@ MAX_NOTE = 200  # characters of a node's words that are kept
 
 def step(state: State, event: Event) -> tuple[State, tuple[Effect, ...]]:
     """The coordinator's answer to one event: its next state and the effects, in the order of `events.py`."""
-    if state.stopped:
-        return state, ()
-    if not state.started and not isinstance(event, Started):
-        raise AssertionError("the first event of a process is Started")
+    state, caused = fold(state, (event,))
+    return state, caused[0]
+
+
+def fold(state: State, events: Iterable[Event]) -> tuple[State, list[tuple[Effect, ...]]]:
+    """Many events, one after the other: what `step` gives for each, with the copies made once."""
     turn = Turn(state)
+    caused = []
+    for event in events:
+        if not turn.stopped:
+            _handle(turn, event)
+        caused.append(turn.taken())
+    return turn.state, caused
+
+
+def _handle(turn: Turn, event: Event) -> None:
+    if not turn.started and not isinstance(event, Started):
+        raise AssertionError("the first event of a process is Started")
     turn.set_clock(event.now)
     if isinstance(event, Received):
         _on_message(turn, event.peer, event.message)
@@ -81,7 +94,6 @@ def step(state: State, event: Event) -> tuple[State, tuple[Effect, ...]]:
         turn.stop(event.reason, 0, f"{STOPPED}: {event.reason}")
     else:
         roster.ORDERS[type(event)](turn, event)
-    return turn.state, tuple(turn.effects)
 
 
 # ---------------------------------------------------------------- start, time, operator
@@ -161,21 +173,20 @@ def _expire(turn: Turn) -> None:
 
 
 def _on_message(turn: Turn, peer: bytes, message: Message) -> None:
-    state = turn.state
     if isinstance(message, Enrol):
         return roster.on_enrol(turn, peer, message)
-    if peer in state.guests.revoked:
-        return turn.send(peer, Bye(f"{roster.REVOKED}: {state.guests.revoked[peer]}"))
+    if peer in turn.guests.revoked:
+        return turn.send(peer, Bye(f"{roster.REVOKED}: {turn.guests.revoked[peer]}"))
     if isinstance(message, Hello):
         return _on_hello(turn, peer, message)
-    if peer not in state.allowed:
+    if peer not in turn.allowed:
         return _refuse(turn, peer, "a stranger", "this key is not on the coordinator's list")
-    node = state.nodes.get(peer)
+    node = turn.nodes.get(peer)
     if node is None:
         return turn.send(peer, Rehello())
     if node.left:
         return turn.send(peer, Bye(node.left))
-    turn.set_node(replace(node, heard=state.now))
+    turn.set_node(replace(node, heard=turn.now))
     handler = _HANDLERS.get(type(message))
     if handler is not None:
         handler(turn, peer, message)
@@ -277,9 +288,8 @@ def _on_beat(turn: Turn, peer: bytes, message: NodeBeat) -> None:
     turn.set_node(replace(node, height=message.height, tip=message.tip))
     if not turn.over:
         work.reconcile(turn, peer, dict(message.units))
-    state = turn.state
-    units = tuple(lease.unit for lease in state.nodes[peer].leases)[:UNITS_IN_BEAT]
-    turn.send(peer, CoordBeat(state.term, state.chain.height, state.chain.tip[:8], units))
+    units = tuple(lease.unit for lease in turn.nodes[peer].leases)[:UNITS_IN_BEAT]
+    turn.send(peer, CoordBeat(turn.term, turn.chain.height, turn.chain.tip[:8], units))
     work.assign(turn, [peer])
 
 

@@ -7,7 +7,6 @@ Pure. Every decision is a function that returns the verdict and the reason in wo
 from __future__ import annotations
 
 import msgspec
-from msgspec.structs import replace
 
 from protocol.chain import Chain
 from protocol.entries import EntryKind
@@ -194,13 +193,21 @@ def expiry(node: Node, running: Lease, stall: float, pool: float | None, now: fl
     return Verdict(False, "")
 
 
-def measured(node: Node, lease: Lease, now: float) -> Node:
+def without(leases: tuple[Lease, ...], unit: Unit) -> tuple[Lease | None, tuple[Lease, ...]]:
+    """The lease on exactly this unit, None for none, and the others."""
+    for k, lease in enumerate(leases):
+        if lease.unit == unit:
+            return lease, leases[:k] + leases[k + 1 :]
+    return None, leases
+
+
+def pace_after(node: Node, lease: Lease, now: float) -> float | None:
     """The node's pace after it finished a lease. Only whole observations of members count."""
     pace = node.pace
     if lease.sent and lease.unit.kind == Kind.MEMBER:
         seconds = (now - max(lease.since, node.done)) / (lease.unit.last - lease.unit.first + 1)
         pace = seconds if pace is None else (1 - PACE_WEIGHT) * pace + PACE_WEIGHT * seconds
-    return replace(node, pace=pace, done=now)
+    return pace
 
 
 def median_pace(nodes: list[Node]) -> float | None:

@@ -1,24 +1,27 @@
 """What people read about a run: metrics.jsonl, units.jsonl and the log, written from the core's notes.
 
-Shell. Never needed for correctness: the journal is the truth. Lines are flushed when written; a line that a
-crash cut is removed at the next start. Called by `server.py`.
+Shell. Never needed for correctness: the journal is the truth. Lines are flushed once per turn of the server's
+loop; a line that a crash cut is removed at the next start. Called by `server.py`.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from coordinator.events import Note
 from protocol.errors import UserError
 
 METRIC_NOTES = frozenset({"commit", "score", "end"})
 UNIT_NOTES = frozenset({"unit"})
+_ENCODER = msgspec.json.Encoder(enc_hook=str)
 _LEVELS = {
     "dispute": logging.ERROR,
     "refused": logging.WARNING,
@@ -43,17 +46,25 @@ class JsonLines:
             raise OutputError(_sentence(path, error)) from error
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append one object; OutputError when the disk refuses."""
-        line = json.dumps(row, default=_plain, ensure_ascii=False) + "\n"
-        try:
-            self._file.write(line.encode())
+        """Append one object; it is in the file after the next `flush`. OutputError when the disk refuses."""
+        with self._explained():
+            self._file.write(_ENCODER.encode(row) + b"\n")
+
+    def flush(self) -> None:
+        """Hand what was written to the system; OutputError when the disk refuses."""
+        with self._explained():
             self._file.flush()
-        except OSError as error:
-            raise OutputError(_sentence(self._path, error)) from error
 
     def close(self) -> None:
         """Let go of the file."""
         self._file.close()
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise OutputError(_sentence(self._path, error)) from error
 
     def _heal(self) -> None:
         """Cut a last line that has no end: its writer was killed."""
@@ -90,6 +101,11 @@ class Outputs:
         if self._log.isEnabledFor(level):
             self._log.log(level, "%s", _words(note))
 
+    def flush(self) -> None:
+        """Hand the lines written so far to the system."""
+        self._metrics.flush()
+        self._units.flush()
+
     def close(self) -> None:
         """Let go of the files."""
         self._metrics.close()
@@ -104,14 +120,6 @@ def _words(note: Note) -> str:
         elif isinstance(value, str | int | bytes):
             parts.append(f"{name} {value.hex()[:16] if isinstance(value, bytes) else value}")
     return f"{note.kind}: " + ", ".join(parts)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, bytes):
-        return value.hex()
-    if isinstance(value, set | frozenset):
-        return sorted(value)
-    return str(value)
 
 
 def _sentence(path: Path, error: OSError) -> str:

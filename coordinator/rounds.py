@@ -13,6 +13,7 @@ import math
 import msgspec
 from msgspec.structs import replace
 
+from coordinator.row import Row
 from protocol.chain import Chain
 from protocol.entries import COMPLETE, QUORUM, CommitBody, EntryKind, MemberReward, ScoreBody
 from protocol.lock import Lock
@@ -51,7 +52,7 @@ class Cells(msgspec.Struct, frozen=True):
         """Chunks that are missing and that nobody works on."""
         if self.void:
             return 0
-        return sum(s is None and n == 0 for s, n in zip(self.sums, self.leases, strict=True))
+        return list(zip(self.sums, self.leases, strict=True)).count((None, 0))
 
 
 class Round(msgspec.Struct, frozen=True):
@@ -59,7 +60,7 @@ class Round(msgspec.Struct, frozen=True):
 
     number: int
     parent: bytes
-    members: tuple[Cells, ...]  # empty in the final round, which only holds a probe
+    members: Row[Cells]  # empty in the final round, which only holds a probe
     probe: Cells | None  # None: nothing (more) to measure on held-out prompts
     opened: float
     unsettled: int  # members that are neither complete nor void
@@ -119,7 +120,7 @@ def open_round(chain: Chain, ops: Ops, now: float) -> Round:
     due = probe_due(lock, ops, number)[0] and not scored
     probe = _empty(lock.chunk_count(Kind.PROBE)) if due else None
     parent = start.hash
-    return Round(number, parent, (_empty(width),) * count, probe, now, count, count * width)
+    return Round(number, parent, Row((_empty(width),) * count), probe, now, count, count * width)
 
 
 def probe_due(lock: Lock, ops: Ops, number: int) -> tuple[bool, str]:
@@ -146,15 +147,16 @@ def put(round: Round, unit: Unit, cells: Cells) -> Round:
     if unit.kind == Kind.PROBE:
         return replace(round, probe=cells)
     k, old = unit.member, round.members[unit.member]
-    members = (*round.members[:k], cells, *round.members[k + 1 :])
-    cursor = min(round.cursor, k) if cells.free else round.cursor
-    while cursor < len(members) and not members[cursor].free:
-        cursor += 1
+    members = round.members.put(k, cells)
+    before, after = old.free, cells.free
+    cursor = min(round.cursor, k) if after else round.cursor
+    if cursor == k and not after:
+        cursor = next((m for m in range(k + 1, len(members)) if members[m].free), len(members))
     return replace(
         round,
         members=members,
         unsettled=round.unsettled + old.settled - cells.settled,
-        free=round.free + cells.free - old.free,
+        free=round.free + after - before,
         cursor=cursor,
     )
 
@@ -164,22 +166,28 @@ def lease(round: Round, unit: Unit, change: int) -> Round:
     cells = round.cells(unit)
     if cells is None:
         return round
-    counts = tuple(n + change if unit.first <= k <= unit.last else n for k, n in enumerate(cells.leases))
+    first, end = unit.first, unit.last + 1
+    held = tuple([n + change for n in cells.leases[first:end]])
+    counts = cells.leases[:first] + held + cells.leases[end:]
     return put(round, unit, replace(cells, leases=counts))
 
 
-def fill(round: Round, evaluator: int, result: Result) -> Round:
-    """Take a result's missing chunks in; those already in keep their value. Also the journal's fold."""
+def fill(round: Round, evaluator: int, result: Result, released: int = 0) -> Round:
+    """Take a result's missing chunks in; those already in keep their value. Also the journal's fold.
+
+    `released`: leases on exactly these chunks that end with it.
+    """
     cells = round.cells(result.unit) if result.unit.round == round.number else None
     if cells is None or len(result.sums) != result.unit.last - result.unit.first + 1:
         return round
-    sums, by = list(cells.sums), list(cells.evaluators)
+    sums, by, leases = list(cells.sums), list(cells.evaluators), list(cells.leases)
     new = False
     for k, value in enumerate(result.sums, result.unit.first):
+        leases[k] -= released
         if sums[k] is None:
             sums[k], by[k], new = value, evaluator, True
     correct = cells.correct + result.correct if new else cells.correct
-    filled = replace(cells, sums=tuple(sums), evaluators=tuple(by), correct=correct)
+    filled = replace(cells, sums=tuple(sums), evaluators=tuple(by), leases=tuple(leases), correct=correct)
     return put(round, result.unit, filled)
 
 
@@ -193,7 +201,7 @@ def fail(round: Round, evaluator: int, unit: Unit, reason: str) -> Round:
 
 def forgive(round: Round) -> Round:
     """Forget all failures: a coordinator that starts gives every member a new chance, whatever was wrong."""
-    members = tuple(replace(cells, failures=(), reason="") for cells in round.members)
+    members = Row(replace(cells, failures=(), reason="") for cells in round.members)
     probe = replace(round.probe, failures=(), reason="") if round.probe else None
     return replace(round, members=members, probe=probe)
 

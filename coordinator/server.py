@@ -153,20 +153,15 @@ class Server:
 
     def _process(self, events: Sequence[Event]) -> None:
         """Step all events, flush once, adopt, then perform the rest in order (see `events.py`)."""
-        state = self._state
-        steps: list[tuple[Event, tuple[Effect, ...]]] = []
-        for event in events:
-            state, effects = machine.step(state, event)
-            steps.append((event, effects))
-            if any(isinstance(effect, Stop) for effect in effects):
-                break
-        records = [effect.record for _, effects in steps for effect in effects if isinstance(effect, Persist)]
+        state, caused = machine.fold(self._state, events)
+        records = [effect.record for effects in caused for effect in effects if isinstance(effect, Persist)]
         self._journal.append(records)
         self._state = state
         raws = entries_of(records)
         self._extend_ledger(raws)
-        for event, effects in steps:
+        for event, effects in zip(events, caused, strict=True):
             self._perform(event, effects)
+        self._outputs.flush()
         for raw in raws:
             self._prune(raw)
 
@@ -181,13 +176,17 @@ class Server:
             ) from error
 
     def _perform(self, event: Event, effects: Sequence[Effect]) -> None:
+        acked = 0
         for effect in effects:
             if isinstance(effect, Send):
-                sent = self._gate.send(effect.peer, effect.message)
-                if sent and isinstance(effect.message, Assign):
-                    self._unit_bytes[effect.peer, effect.message.unit] = self._gate.cost(effect.message)
+                message = effect.message
+                size = self._gate.send(effect.peer, message)
+                if isinstance(message, Ack):
+                    acked += size
+                elif isinstance(message, Assign):
+                    self._unit_bytes[effect.peer, message.unit] = size
             elif isinstance(effect, Note):
-                self._outputs.note(effect, **self._bytes_for(effect, event, effects))
+                self._outputs.note(effect, **self._bytes_for(effect, event, acked))
             elif isinstance(effect, Stop):
                 self._stopped = effect
 
@@ -201,7 +200,7 @@ class Server:
 
     # ------------------------------------------------------------ numbers
 
-    def _bytes_for(self, note: Note, event: Event, effects: Sequence[Effect]) -> dict[str, Any]:
+    def _bytes_for(self, note: Note, event: Event, acked: int) -> dict[str, Any]:
         """Bytes by message type: of one unit for its line, since the last commit for a commit's line."""
         if note.kind == "commit":
             counts = self._gate.counts
@@ -212,16 +211,11 @@ class Server:
             }
         if note.kind != "unit" or not isinstance(event, Received) or not isinstance(event.message, Result):
             return {}
-        acks = [
-            effect.message
-            for effect in effects
-            if isinstance(effect, Send) and isinstance(effect.message, Ack)
-        ]
         return {
             "bytes": {
                 "Assign": self._unit_bytes.pop((event.peer, event.message.unit), 0),
                 "Result": self._sizes.get(id(event), 0),
-                "Ack": sum(self._gate.cost(ack) for ack in acks),
+                "Ack": acked,
             }
         }
 

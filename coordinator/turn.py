@@ -1,6 +1,6 @@
-"""One step in the making: the next state and the effects gathered so far.
+"""One step in the making, or a batch of them: the next state and the effects gathered so far.
 
-A `Turn` lives inside a single call of `machine.step` and is never kept, so the step stays a pure function.
+A `Turn` lives inside a single call of `machine.fold` and is never kept, so that stays a pure function.
 Lives here: what several handlers need (append an entry, hand out and take back leases, count, stop). Called
 by `machine.py`.
 """
@@ -12,25 +12,28 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from coordinator import rounds
+from coordinator import membership, rounds
+from coordinator.enrolment import Guests
 from coordinator.events import Effect, EntryAppended, Note, Persist, Record, Send, Stop
 from coordinator.membership import LOST_AFTER, Lease, Node, alive
 from coordinator.rounds import Round
-from coordinator.state import State, adopt, learn
+from coordinator.state import LEDGER, State, adopt, learn
 from protocol.chain import Chain
 from protocol.entries import Body, CommitBody, LockBody, ScoreBody, seal
 from protocol.lock import Lock
 from protocol.messages import Assign, Bye, Cancel, Commit, Message, Unit
+from protocol.plan import Ops
 
 LEASE_SECONDS = int(LOST_AFTER)
 KEPT_REFUSALS = 20
 
 
 class Turn:
-    """The state so far and the effects so far of one step.
+    """The state so far, and the effects so far of one event.
 
-    Nodes and the open round change several times in a step: their changes gather here, on copies, and enter
-    the state when it is next read.
+    Nodes and the open round change several times per event: their changes gather here, on copies, and enter
+    the state when it is next read. What a result needs is read piece by piece (`chain`, `digest`, ...), so
+    that a batch of results copies the nodes once.
     """
 
     def __init__(self, state: State) -> None:
@@ -81,12 +84,37 @@ class Turn:
         self._round = round
 
     @property
+    def ops(self) -> Ops:
+        return self._state.ops
+
+    @property
+    def digest(self) -> int | None:
+        """D of the open round's state, as far as anybody has said."""
+        return self._state.digest
+
+    @property
+    def allowed(self) -> Mapping[bytes, str]:
+        return self._state.allowed
+
+    @property
+    def guests(self) -> Guests:
+        return self._state.guests
+
+    @property
+    def term(self) -> int:
+        return self._state.term
+
+    @property
     def ready(self) -> int:
         return self._state.ready
 
     @property
     def alive(self) -> tuple[int, ...]:
         return self._state.alive
+
+    @property
+    def started(self) -> bool:
+        return self._state.started
 
     @property
     def stopped(self) -> bool:
@@ -100,6 +128,8 @@ class Turn:
     def set_clock(self, clock: float) -> None:
         """Time never goes back: after a clock that jumps back it goes on from where it was."""
         state = self._state
+        if state.started and clock + state.slip == state.now:
+            return
         slip = max(state.slip, state.now - clock) if state.started else 0.0
         self.set(now=clock + slip, slip=slip)
 
@@ -113,6 +143,11 @@ class Turn:
         self._nodes[node.key] = node
 
     # ------------------------------------------------------------ effects
+
+    def taken(self) -> tuple[Effect, ...]:
+        """The effects since the last call."""
+        effects, self.effects = tuple(self.effects), []
+        return effects
 
     def persist(self, record: Record) -> None:
         self.effects.append(Persist(record))
@@ -191,13 +226,12 @@ class Turn:
 
     def observe(self, name: str, commits: int, digest: int) -> None:
         """A node's word on D after `commits` commits: the first one, the same as before, or a dispute."""
-        state = self.state
-        current = commits == state.chain.round
-        known = state.digest if current else state.chain.digest_at(commits)
+        current = commits == self.chain.round
+        known = self.digest if current else self.chain.digest_at(commits)
         if known is None and current:
-            self.state = learn(state, digest, name)
+            self.state = learn(self.state, digest, name)
         elif known is not None and known != digest:
-            witness = state.witness if current else "the ledger"
+            witness = self._state.witness if current else LEDGER
             self.note("dispute", round=commits, node=name, digest=digest, witness=witness, known=known)
             self.stop(
                 f"two replicas differ after {commits} rounds: {name} has digest {digest:016x}, {witness} "
@@ -217,10 +251,10 @@ class Turn:
     def take(self, key: bytes, unit: Unit, tell: bool = False) -> Lease | None:
         """End a node's lease on exactly this unit, if it has one; `tell` cancels it over there."""
         node = self.nodes[key]
-        held = next((lease for lease in node.leases if lease.unit == unit), None)
+        held, kept = membership.without(node.leases, unit)
         if held is None:
             return None
-        self.set_node(replace(node, leases=tuple(x for x in node.leases if x.unit != unit)))
+        self.set_node(replace(node, leases=kept))
         self.round = rounds.lease(self.round, unit, -1)
         if tell:
             self.send(key, Cancel(unit))

@@ -63,13 +63,14 @@ def _accept(turn: Turn, peer: bytes, result: Result) -> None:
     unit, node = result.unit, turn.nodes[peer]
     assert node.number is not None
     turn.persist(ResultAccepted(node.number, result))
-    turn.round = rounds.fill(turn.round, node.number, result)
-    turn.set_node(replace(node, applied=turn.round.number, stalled=None))
-    held = turn.take(peer, unit)
+    held, kept = membership.without(node.leases, unit)
+    turn.round = round = rounds.fill(turn.round, node.number, result, int(held is not None))
+    tally = replace(node.tally, accepted=node.tally.accepted + 1)
+    node = replace(node, applied=round.number, stalled=None, leases=kept, tally=tally)
     if held is not None:
-        turn.set_node(membership.measured(turn.nodes[peer], held, turn.now))
+        node = replace(node, pace=membership.pace_after(node, held, turn.now), done=turn.now)
+    turn.set_node(node)
     turn.send(peer, Ack(unit, "ok"))
-    _tally(turn, peer, "accepted")
     turn.note(
         "unit",
         round=unit.round,
@@ -83,11 +84,10 @@ def _accept(turn: Turn, peer: bytes, result: Result) -> None:
         sums=result.sums,
         floored=result.floored,
     )
-    cells = turn.round.cells(unit)
+    cells = round.cells(unit)
     freed = _drop_useless(turn) if cells and any(cells.leases) else []
-    before = turn.chain.round
     close(turn)
-    assign(turn, None if turn.chain.round > before else [peer, *freed])
+    assign(turn, None if turn.chain.round > round.number else [peer, *freed])
 
 
 def _drop_useless(turn: Turn) -> list[bytes]:
@@ -140,21 +140,23 @@ def give_up(turn: Turn, only: Unit | None = None) -> None:
 def close(turn: Turn) -> None:
     """Append every entry that is due: the score of a complete probe, a complete round's commit, the END."""
     while not turn.over:
-        state, round = turn.state, turn.round
+        round = turn.round
         if round.probe is not None and round.probe.void:
             turn.note("score", round=round.number, void=round.probe.void)
             turn.round = replace(round, probe=None)
         elif round.probe is not None:
-            if not round.probe.complete or state.digest is None:
+            if not round.probe.complete or turn.digest is None:
                 return
-            turn.append(rounds.score_body(state.lock, round))
+            turn.append(rounds.score_body(turn.lock, round))
         elif round.final:
-            if state.digest is None:
+            if turn.digest is None:
                 return
             turn.append(EndBody(f"{round.number} rounds are done"))
-            turn.set(ending=state.now)
+            turn.set(ending=turn.now)
+        elif round.unsettled and turn.ops.quorum >= 1:
+            return
         else:
-            closing, reason = rounds.closing(round, state.lock, state.ops)
+            closing, reason = rounds.closing(round, turn.lock, turn.ops)
             if closing is None:
                 return
             if len(closing.members) < rounds.MIN_MEMBERS:
@@ -164,9 +166,9 @@ def close(turn: Turn) -> None:
                     1,
                 )
                 return
-            if state.digest is None:
+            if turn.digest is None:
                 return
-            turn.append(rounds.commit_body(state.chain, round, closing))
+            turn.append(rounds.commit_body(turn.chain, round, closing))
 
 
 # ---------------------------------------------------------------- handing out
@@ -177,7 +179,8 @@ def assign(turn: Turn, keys: Iterable[bytes] | None = None) -> None:
     if turn.over:
         return
     chosen = [key for key in (turn.nodes if keys is None else dict.fromkeys(keys)) if _may_work(turn, key)]
-    chosen.sort(key=lambda key: turn.nodes[key].number or 0)
+    if len(chosen) > 1:
+        chosen.sort(key=lambda key: turn.nodes[key].number or 0)
     if keys is None:
         turn.set(ready=len(chosen))
     for depth in range(1, QUEUE + 1):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from operator import attrgetter
 from typing import Any, cast, get_args, get_origin
 
@@ -209,7 +209,7 @@ def _check(owner: type[Message], name: str, kind: Any) -> Check:
         longest = _LENGTHS[name]
         return lambda value: "" if len(value) <= longest else f"{name} of {len(value)} characters"
     if isinstance(kind, type) and issubclass(kind, Message):
-        return _fault
+        return _known_unit if kind is Unit else _fault
     elements = get_args(kind)
     if get_origin(kind) is not tuple:
         raise TypeError(f"{owner.__name__}.{name}: no check for {kind}")
@@ -244,6 +244,12 @@ def _each_check(checks: tuple[Check, ...]) -> Check:
         return ""
 
     return each
+
+
+@lru_cache(maxsize=16384)
+def _known_unit(unit: Unit) -> str:
+    """`_fault` of a unit: the same one passes by several times, in Assign, Result and Ack."""
+    return _fault(unit)
 
 
 def _unit_fault(unit: Unit) -> str:

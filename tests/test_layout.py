@@ -61,6 +61,7 @@ PURE: dict[str, set[str]] = {
     "coordinator/membership.py": {"msgspec"},
     "coordinator/picture.py": {"msgspec"},
     "coordinator/roster.py": {"msgspec"},
+    "coordinator/row.py": set(),
     "coordinator/rounds.py": {"msgspec"},
     "coordinator/state.py": {"msgspec"},
     "coordinator/turn.py": {"msgspec"},
