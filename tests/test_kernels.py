@@ -135,6 +135,8 @@ def test_a_slice_holds_the_elements_of_the_whole(rows, columns, start, draw):
     whole = torch.from_numpy(values.reshape(-1).copy())
     steps = steps_for(2, seed=rows)
     for name in BACKENDS:
+        if name == "triton" and r1 - r0 > 12:  # the interpreter takes milliseconds for each row
+            continue
         kernels = create(name)
         out = torch.empty(part.shape, dtype=torch.int32)
         kernels.fill(3, 4, region, out)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 from collections.abc import Callable
 
 from esnode.kernels.interface import Kernels, Region, Slice
@@ -45,9 +46,16 @@ def _cpu(threads: int | None) -> Kernels:
     return CpuKernels(threads)
 
 
+def _triton(threads: int | None) -> Kernels:
+    from esnode.kernels.triton_kernels import TritonKernels
+
+    return TritonKernels(threads)
+
+
 # Best first: name -> (how to make it, device kinds it runs on (None: any), module it needs besides torch).
 _BACKENDS: dict[str, tuple[Callable[[int | None], Kernels], tuple[str, ...] | None, str | None]] = {
     "cpu": (_cpu, ("cpu",), "numba"),
+    "triton": (_triton, ("cuda",), "triton"),
     "reference": (_reference, None, None),
 }
 
@@ -58,6 +66,8 @@ def _obstacle(name: str, device: str) -> str | None:
     """Why a backend cannot run on a device here, or None."""
     _, kinds, module = _BACKENDS[name]
     kind = device.split(":", maxsplit=1)[0]
+    if name == "triton" and kind == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+        kinds = None  # its interpreter: slow, for tests
     if kinds is not None and kind not in kinds:
         return f"it runs on {', '.join(kinds)}, not on {kind}"
     if module is not None and importlib.util.find_spec(module) is None:

@@ -1,0 +1,70 @@
+"""The Triton backend where no GPU is: what its code compiles to, and how launches are cut.
+
+That it computes the law's bits is shown by `test_kernels.py` and `test_selftest.py`, in the interpreter.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+
+import pytest
+
+from esnode.kernels.interface import Region
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+# A fused multiply-add of floats, or flushing of subnormals, in the assembly of NVIDIA or AMD.
+INEXACT = re.compile(r"fma\.rn(\.ftz)?\.f32|\.ftz|v_(pk_)?(fma|fmac|mad|mac)_f32")
+KERNELS = 17
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
+def test_every_kernel_compiles_without_fused_or_flushed_floats(target: str) -> None:
+    command = [sys.executable, "-m", "tests.compile_kernels", target]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=280)
+    parts = done.stdout.split("=== ")[1:]
+    assert len(parts) == KERNELS
+    for part in parts:
+        label, assembly = part.split("\n", 1)
+        assert len(assembly) > 500, label
+        assert not INEXACT.search(assembly), f"{label}: {INEXACT.search(assembly)}"
+
+
+@pytest.mark.parametrize(
+    "region",
+    [
+        Region.whole(1000, 2**34 - 400),
+        Region.whole(3 * 2**34, 7),
+        Region(2**34 - 1000, 50, 30, 64),
+        Region(2**34 - 64 * 3 - 10, 8, 64, 64),
+        Region(5, 3, 7, 9),
+    ],
+    ids=str,
+)
+def test_no_launch_straddles_a_counter_carry(region: Region) -> None:
+    from esnode.kernels.triton_kernels import ROW_ELEMENTS, _pieces
+
+    pieces = list(_pieces(region))
+    at = 0
+    for offset, piece in pieces:
+        last = piece.start + (piece.rows - 1) * piece.stride + piece.width - 1
+        assert piece.start >> 34 == last >> 34 and piece.width <= ROW_ELEMENTS
+        assert offset == at
+        row, column = divmod(offset, region.width)
+        assert piece.start == region.start + row * region.stride + column
+        at += piece.count
+    assert at == region.count
+
+
+def test_the_gpu_check_needs_nothing_but_the_kernels() -> None:
+    """It must run on a machine that has torch, triton, numba, numpy, click and pytest only."""
+    program = (
+        "import sys, importlib.util\n"
+        "sys.modules |= dict.fromkeys(['nacl', 'msgspec', 'zmq', 'hypothesis', 'rich', 'transformers'])\n"
+        "import tests.test_gpu\n"
+        "spec = importlib.util.spec_from_file_location('gpu', 'benchmarks/gpu.py')\n"
+        "spec.loader.exec_module(importlib.util.module_from_spec(spec))\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
