@@ -1,73 +1,45 @@
 """The coordinator's door: one ROUTER socket, the ZAP responder that decides who may connect, all counting.
 
-Shell. Lives here: identity (the CURVE key of every frame, never a routing id), the rule that the newest
-Hello of a key owns its address, limits, and the counters of bytes and refusals that status shows. Called by
-`server.py` from one thread. Sends never block: what cannot leave at once is dropped and counted, the
-heartbeat repairs it.
+Shell. Lives here: identity (the CURVE key of every frame, never a routing id), the live list of keys and what
+each may say, limits, and the rule that the newest Hello of a key owns its address. Called by `server.py` from
+one thread. Sends never block: what cannot leave at once is dropped and counted, the heartbeat repairs it.
 """
 
 from __future__ import annotations
 
-import errno
-import os
+import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from coordinator import sockets
+from coordinator.counts import Counts
+from coordinator.enrolment import Guests
+from coordinator.holders import Holders
+from coordinator.limits import NEWCOMER, NODE, Limits
 from protocol import wire, zmtp
 from protocol.errors import UserError
-from protocol.keys import KEY_BYTES, curve_public
-from protocol.messages import SCHEMA, BlobAsk, Bye, Hello, Message, Refuse, Rehello
+from protocol.keys import KEY_BYTES
+from protocol.messages import BlobAsk, Enrol, Enrolled, Hello, Message, Refuse, Rehello
 
-MAX_BODY = max(rule.limit for rule in SCHEMA if rule.sender != "coordinator")
-UNKNOWN = "unknown"  # the peer of a refusal when no key was proved
-_REMEMBERED_STRANGERS = 16
-_MANY_PARTS = "a message of more than one part came from this node; it is shut out until a restart"
-_SUPERSEDED = "another connection said Hello with this key; two machines must not share one"
-_HANDSHAKE_FAILURES = (
-    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
-    | zmq.Event.HANDSHAKE_FAILED_AUTH
+UNKNOWN = "unknown"  # the peer of a refusal when no admitted key was proved
+NEWCOMERS = "newcomers"  # the peers behind invites
+_PENDING_NEWCOMERS = 4096  # connections that wait for the answer to an Enrol: for one turn of the server
+_MANY_PARTS = (
+    "a message of more than one part came under this node's key; it is shut out until the coordinator is "
+    "restarted. If it was not this machine, revoke the key"
 )
+_ONLY_ENROL = "an invite's key may say Enrol and nothing else"
+
+log = logging.getLogger(__name__)
 
 
 class BindError(UserError):
     """The address cannot be listened on; the sentence says why."""
-
-
-@dataclass
-class Counts:
-    """What passed and what did not since the process began. Bytes are those on the TCP stream, framed."""
-
-    bytes_in: Counter[str] = field(default_factory=Counter)
-    bytes_out: Counter[str] = field(default_factory=Counter)
-    dropped: Counter[str] = field(default_factory=Counter)
-    refused: dict[str, Counter[str]] = field(default_factory=dict)
-    strangers: dict[str, int] = field(default_factory=dict)
-
-    def refuse(self, peer: str, reason: str) -> None:
-        """Count one refusal under a peer's name and a fixed short reason."""
-        self.refused.setdefault(peer, Counter())[reason] += 1
-
-    def stranger(self, key: bytes) -> None:
-        """Remember a well-proved key that is not on the list, so that the operator can see who knocks."""
-        text = key.hex()
-        if text in self.strangers or len(self.strangers) < _REMEMBERED_STRANGERS:
-            self.strangers[text] = self.strangers.get(text, 0) + 1
-
-    def as_dict(self) -> dict[str, Any]:
-        """JSON-able, for status."""
-        return {
-            "bytes": {"in": dict(self.bytes_in), "out": dict(self.bytes_out)},
-            "dropped": dict(self.dropped),
-            "refused": {peer: dict(reasons) for peer, reasons in self.refused.items()},
-            "strangers": dict(self.strangers),
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,22 +52,36 @@ class Delivery:
 
 
 class Gate:
-    """The socket and everything decided per connection. `names`: admitted CURVE keys and their labels."""
+    """The socket and everything decided per connection. `guests`: the keys that are let in, see `admit`."""
 
-    def __init__(self, context: zmq.Context[Any], secret: bytes | None, names: Mapping[bytes, str]) -> None:
+    def __init__(self, context: zmq.Context[Any], secret: bytes | None, guests: Guests) -> None:
         """`secret`: the coordinator's 32-byte CURVE secret, or None for no encryption (loopback only)."""
-        self.names = names
+        self.guests = guests
         self.counts = Counts()
         self.blobs: Callable[[BlobAsk], Message] | None = None  # answers at the door, no Hello needed
         self._encrypted = secret is not None
         self._shut_out: set[bytes] = set()
-        self._address: dict[bytes, bytes] = {}
+        self._holders = Holders(self._send_to)
+        self._newcomers: dict[bytes, bytes] = {}  # permanent key -> connection that asked to enrol it
+        self._limits = {True: Limits(NODE), False: Limits(NEWCOMER)}
+        self._now = 0.0
         self._last: tuple[Message, bytes] | None = None
         self._zap = context.socket(zmq.REP)
         self._zap.linger = 0
         self._zap.bind("inproc://zeromq.zap.01")
-        self._router = _router(context, secret)
-        self._monitor = self._router.get_monitor_socket(_HANDSHAKE_FAILURES)
+        self._router = sockets.router(context, secret)
+        self._monitor = self._router.get_monitor_socket(sockets.HANDSHAKE_FAILURES)
+
+    def admit(self, guests: Guests) -> None:
+        """Use another list from now on. A key taken off it is unheard from the next frame on."""
+        fresh = guests.allowed.keys() - self.guests.allowed.keys()
+        self._shut_out -= fresh  # the operator let it in again
+        self._holders.keep(guests.allowed.keys())
+        self.guests = guests
+
+    def place(self, peer: bytes) -> str:
+        """The network address that a node's connection comes from; empty when there is none."""
+        return self._holders.place(peer)
 
     @property
     def sockets(self) -> tuple[Any, ...]:
@@ -114,11 +100,12 @@ class Gate:
         except ValueError as error:
             raise BindError(str(error)) from error
         except zmq.ZMQError as error:
-            raise BindError(_why_not_bound(address, error)) from error
+            raise BindError(sockets.why_not_bound(address, error)) from error
         return str(self._router.getsockopt_string(zmq.LAST_ENDPOINT))
 
     def receive(self, limit: int) -> list[Delivery]:
         """Every acceptable message that waits, at most `limit` frames looked at."""
+        self._now = time.monotonic()
         self._answer_zap()
         self._read_monitor()
         accepted = []
@@ -135,9 +122,11 @@ class Gate:
     def send(self, peer: bytes, message: Message) -> int:
         """Queue a message for the connection that last said Hello with this key.
 
-        Returns the bytes it takes on the wire, 0 when it was dropped.
+        The answer to an Enrol goes to the connection that asked for this key. Returns the bytes the message
+        takes on the wire, 0 when it was dropped.
         """
-        address = self._address.get(peer)
+        address = self._newcomers.pop(peer, None) if isinstance(message, Enrolled | Refuse) else None
+        address = address or self._holders.route(peer)
         if address is None:
             self.counts.dropped[type(message).__name__] += 1
             return 0
@@ -148,7 +137,7 @@ class Gate:
 
         Leaving the queue is not enough: a node's libzmq throws unread messages away when the connection ends.
         """
-        if farewell and self._address:
+        if farewell and len(self._holders):
             time.sleep(zmtp.FAREWELL_MS / 1000)
         self._router.disable_monitor()
         self._monitor.close(0)
@@ -163,18 +152,13 @@ class Gate:
         if peer is None:
             self.counts.refuse(UNKNOWN, "no key")
             return None
-        name = self.names.get(peer)
-        if name is None:
-            self.counts.refuse(UNKNOWN, "not on the list")
-            return None
-        if peer in self._shut_out:
-            self.counts.refuse(name, "shut out")
+        name = self._name_of(peer)
+        reason = self._barred(peer) or self._too_much(peer, frames)
+        if reason:
+            self.counts.refuse(name, reason)
             return None
         if len(frames) != 2:  # size limits hold per part, so many parts are a way around them
-            self._shut_out.add(peer)
-            self._address.pop(peer, None)
-            self.counts.refuse(name, "more than one part")
-            self._send_to(route, Refuse(_MANY_PARTS))
+            self._shut(peer, name, route)
             return None
         body = frames[1].bytes
         size = zmtp.wire_size(len(body), self._encrypted)
@@ -185,24 +169,71 @@ class Gate:
             self.counts.refuse(name, "malformed")
             return None
         self.counts.bytes_in[type(message).__name__] += size
-        if isinstance(message, BlobAsk) and self.blobs is not None:
-            self._send_to(route, self.blobs(message))
-            return None
-        if not self._owns_address(peer, route, message):
+        if not self._may_say(peer, name, route, message, frames):
             return None
         return Delivery(peer, message, size)
 
-    def _owns_address(self, peer: bytes, route: bytes, message: Message) -> bool:
-        current = self._address.get(peer)
+    def _name_of(self, peer: bytes) -> str:
+        return self.guests.allowed.get(peer) or (NEWCOMERS if peer in self.guests.invites else UNKNOWN)
+
+    def _barred(self, peer: bytes) -> str:
+        """Why a key has no business here at all; empty when it has."""
+        if peer in self._shut_out:
+            return "shut out"
+        if peer in self.guests.allowed or peer in self.guests.invites:
+            return ""
+        return "revoked key" if peer in self.guests.revoked else "not on the list"
+
+    def _too_much(self, peer: bytes, frames: list[zmq.Frame]) -> str:
+        size = sum(len(frame) for frame in frames)
+        return self._limits[peer in self.guests.allowed].spend(peer, size, self._now)
+
+    def _shut(self, peer: bytes, name: str, route: bytes) -> None:
+        """Bar a key for good, and tell the sender as well as the node that uses it, if they differ."""
+        self.counts.refuse(name, "more than one part")
+        log.warning("%s is shut out: a message of more than one part came under its key", name)
+        self._shut_out.add(peer)
+        for address in {route, self._holders.drop(peer) or route}:
+            self._send_to(address, Refuse(_MANY_PARTS))
+
+    def _may_say(
+        self, peer: bytes, name: str, route: bytes, message: Message, frames: list[zmq.Frame]
+    ) -> bool:
+        if peer in self.guests.invites:
+            return self._from_newcomer(route, message)
+        if isinstance(message, Enrol):  # its answer would go to another key's connection
+            self.counts.refuse(name, "Enrol without an invite")
+            return False
+        if isinstance(message, BlobAsk) and self.blobs is not None:
+            self._send_to(route, self.blobs(message))
+            return False
         if isinstance(message, Hello):
-            if current is not None and current != route:
-                self._send_to(current, Bye(_SUPERSEDED))
-            self._address[peer] = route
-        elif current != route:
-            self.counts.refuse(self.names[peer], "before Hello")  # usual after a reconnect
+            return self._on_hello(peer, name, route, _origin(frames))
+        if self._holders.route(peer) != route:
+            self.counts.refuse(name, "before Hello")  # usual after a reconnect
             self._send_to(route, Rehello())
             return False
         return True
+
+    def _from_newcomer(self, route: bytes, message: Message) -> bool:
+        if not isinstance(message, Enrol):
+            self.counts.refuse(NEWCOMERS, "not an Enrol")
+            self._send_to(route, Refuse(_ONLY_ENROL))
+            return False
+        while len(self._newcomers) >= _PENDING_NEWCOMERS:
+            del self._newcomers[next(iter(self._newcomers))]
+        self._newcomers[message.key] = route
+        return True
+
+    def _on_hello(self, peer: bytes, name: str, route: bytes, place: str) -> bool:
+        held = self._holders.route(peer) is not None
+        refusal = self._holders.claim(peer, route, place, self._now)
+        if refusal:
+            self.counts.refuse(name, "two machines use one key")
+            self._send_to(route, Refuse(refusal))
+            if held:  # the moment they were found out; what follows is only counted
+                log.warning("%s: %s", name, refusal)
+        return not refusal
 
     def _key_of(self, frames: list[zmq.Frame]) -> bytes | None:
         if not self._encrypted:
@@ -237,65 +268,30 @@ class Gate:
     def _answer_zap(self) -> None:
         """Decide every handshake that waits (ZeroMQ RFC 27): only CURVE, only listed keys; User-Id = key."""
         while self._zap.poll(0):
-            version, request, _domain, _address, _identity, mechanism, *proof = self._zap.recv_multipart()
+            version, request, _domain, address, _identity, mechanism, *proof = self._zap.recv_multipart()
             status, text, user = b"400", b"not on the list", b""
             key = proof[0] if mechanism == b"CURVE" and proof else b""
-            if key in self.names and key not in self._shut_out:
+            reason = self._barred(key)
+            if not reason:
                 status, text, user = b"200", b"OK", key.hex().encode()
             else:
-                name = self.names.get(key)
-                self.counts.refuse(name or UNKNOWN, "shut out" if name else "not on the list")
-                if name is None:
-                    self.counts.stranger(key)
+                self.counts.refuse(self._name_of(key), reason)
+                if reason == "not on the list" and self.counts.stranger(key):
+                    place = address.decode("ascii", "replace")
+                    log.info("a key that is not on the list knocks from %s: %s", place, key.hex())
             self._zap.send_multipart([version, request, status, text, user, b""])
 
     def _read_monitor(self) -> None:
         while self._monitor.poll(0):
             event = parse_monitor_message(self._monitor.recv_multipart())
-            reason = _handshake_failure(event["event"], event["value"])
+            reason = sockets.handshake_failure(event["event"], event["value"])
             if reason:
                 self.counts.refuse(UNKNOWN, reason)
 
 
-def _router(context: zmq.Context[Any], secret: bytes | None) -> zmq.Socket[Any]:
-    router: zmq.Socket[Any] = context.socket(zmq.ROUTER)
-    router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    router.setsockopt(zmq.SNDHWM, zmtp.HIGH_WATER)
-    router.setsockopt(zmq.RCVHWM, zmtp.HIGH_WATER)
-    router.setsockopt(zmq.LINGER, zmtp.LINGER_MS)
-    router.setsockopt(zmq.MAXMSGSIZE, MAX_BODY)
-    router.setsockopt(zmq.HANDSHAKE_IVL, zmtp.HANDSHAKE_MS)
-    router.setsockopt(zmq.TCP_KEEPALIVE, 1)  # for peers that vanish without having announced a heartbeat
-    router.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)
-    router.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 10)
-    router.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
-    if secret is None:
-        router.setsockopt(zmq.ROUTER_HANDOVER, 1)  # the routing id is the key here, and a reconnect reuses it
-    else:
-        router.setsockopt(zmq.CURVE_SERVER, 1)
-        router.setsockopt(zmq.CURVE_SECRETKEY, secret)
-        router.setsockopt(zmq.CURVE_PUBLICKEY, curve_public(secret))
-        router.setsockopt(zmq.ZAP_DOMAIN, zmtp.ZAP_DOMAIN)
-    return router
-
-
-def _why_not_bound(address: str, error: zmq.ZMQError) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return f"{address} is in use by another program; choose another port, or port 0 for any free one"
-    if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):
-        return f"{address} is no address of this machine; use 127.0.0.1, 0.0.0.0 or one of its own"
-    if error.errno == errno.EACCES:
-        return f"no permission to listen on {address}; choose a port above 1023"
-    return f"cannot listen on {address}: {os.strerror(error.errno or 0)}"
-
-
-def _handshake_failure(event: int, value: int) -> str | None:
-    if event == zmq.Event.HANDSHAKE_FAILED_AUTH:
-        return None  # counted where it was decided
-    if value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
-        return "not encrypted"
-    if value == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
-        return "wrong coordinator key"
-    if event == zmq.Event.HANDSHAKE_FAILED_PROTOCOL:
-        return "broken handshake"
-    return "handshake cut short"
+def _origin(frames: list[zmq.Frame]) -> str:
+    """The network address a message came from, as libzmq saw it."""
+    try:
+        return str(frames[-1].get("Peer-Address"))
+    except zmq.ZMQError:
+        return "?"

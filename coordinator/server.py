@@ -68,7 +68,7 @@ class Server:
         self._state, self._term = self._recall()
         self._outputs = Outputs(setup.folder, log)
         self._context: zmq.Context[Any] = zmq.Context()
-        self._gate = Gate(self._context, None if plain else setup.curve_secret, setup.roster)
+        self._gate = Gate(self._context, None if plain else setup.curve_secret, self._state.guests)
         self._gate.blobs = Shelf(setup.lock, setup.folder / "task.jsonl").answer
         self.address = self._bind(bind)
         self._admin = Admin(self._context, setup.folder / "coordinator", self._answer)
@@ -119,7 +119,7 @@ class Server:
         publish_address(self._setup.folder, self.address)
         self._log.info("serving run %s on %s", self._setup.lock.run_id.hex()[:12], self.address)
         now = time.monotonic()
-        self._process([Started(now, self._term + 1, os.urandom(8))])
+        self._process([Started(now, self._term + 1, os.urandom(8), time.time())])
         next_tick = now
         while self._stopped is None:
             self._poller.poll(max(0, int((next_tick - time.monotonic()) * 1000)))
@@ -143,7 +143,7 @@ class Server:
         return events
 
     def _ticked(self, now: float) -> list[Event]:
-        events: list[Event] = [Tick(now)]
+        events: list[Event] = [Tick(now, time.time())]
         ops = self._setup.changed_ops(self._log)
         if ops is not None:
             events.append(OpsChanged(now, ops))
@@ -162,6 +162,8 @@ class Server:
         for event, effects in zip(events, caused, strict=True):
             self._perform(event, effects)
         self._outputs.flush()
+        if self._state.guests is not self._gate.guests:  # now: whoever was put out has been told
+            self._gate.admit(self._state.guests)
         for raw in raws:
             self._prune(raw)
 

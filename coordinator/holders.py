@@ -1,0 +1,81 @@
+"""Which connection speaks for which key: the one that said Hello last, unless two machines take turns.
+
+Pure bookkeeping over a clock and a way to tell a connection something, both handed in. Called by `gate.py`.
+A machine that comes back after its old connection died takes no key from anybody; a swap is counted only when
+the old connection can still be told, and three of them within a minute mean two machines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+from protocol.messages import Bye, Message, Refuse
+
+MAX_SWAPS = 3
+SWAP_SECONDS = 60.0  # in which they count, and how long both are refused then
+SUPERSEDED = "another connection said Hello with this key; two machines must not share one"
+TWO_MACHINES = (
+    "two machines use one key: connections from {} and {} took it from each other {} times within a minute; "
+    "give one of them its own key (join again with a new invite). The other may return in a minute"
+)
+
+
+class Holder(NamedTuple):
+    """A connection: libzmq's routing id, and the network address it comes from."""
+
+    route: bytes
+    place: str
+
+
+class Holders:
+    """The holder of every key that said Hello. Bounded by the list of admitted keys."""
+
+    def __init__(self, tell: Callable[[bytes, Message], int]) -> None:
+        """`tell(route, message)` sends at once; 0 when the connection is gone or takes nothing more."""
+        self._tell = tell
+        self._holders: dict[bytes, Holder] = {}
+        self._swaps: dict[bytes, list[float]] = {}
+        self._refused: dict[bytes, tuple[float, str]] = {}  # until when, and why
+
+    def route(self, peer: bytes) -> bytes | None:
+        """Where messages for a key go."""
+        holder = self._holders.get(peer)
+        return holder.route if holder else None
+
+    def place(self, peer: bytes) -> str:
+        """The network address a key's connection comes from; empty when there is none."""
+        holder = self._holders.get(peer)
+        return holder.place if holder else ""
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def drop(self, peer: bytes) -> bytes | None:
+        """Forget a key's connection; its route, should it have to be told."""
+        holder = self._holders.pop(peer, None)
+        return holder.route if holder else None
+
+    def keep(self, peers: Collection[bytes]) -> None:
+        """Forget the connections of all other keys."""
+        for peer in self._holders.keys() - peers:
+            del self._holders[peer]
+
+    def claim(self, peer: bytes, route: bytes, place: str, now: float) -> str:
+        """A Hello over this connection. Empty: it holds the key now; else why it is refused."""
+        until, words = self._refused.get(peer, (0.0, ""))
+        if now < until:
+            return words
+        old = self._holders.get(peer)
+        if old is not None and old.route != route:
+            swaps = [at for at in self._swaps.get(peer, []) if now - at < SWAP_SECONDS]
+            words = TWO_MACHINES.format(old.place, place, MAX_SWAPS) if len(swaps) + 1 >= MAX_SWAPS else ""
+            if self._tell(old.route, Refuse(words) if words else Bye(SUPERSEDED)):
+                swaps.append(now)
+                if words:
+                    self._refused[peer] = (now + SWAP_SECONDS, words)
+                    del self._holders[peer], self._swaps[peer]
+                    return words
+            self._swaps[peer] = swaps
+        self._holders[peer] = Holder(route, place)
+        return ""

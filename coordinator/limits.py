@@ -1,0 +1,51 @@
+"""How much one peer may send, decided before a byte of it is parsed: two token buckets per key.
+
+Pure arithmetic over a clock that is handed in. Called by `gate.py`, which drops and counts what is over the
+limit; honest nodes repeat by themselves what mattered. ZeroMQ takes turns between connections, so a flood of
+one peer never keeps another's messages from being read.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+TOO_MANY = "too many messages"
+TOO_MUCH = "too many bytes"
+
+
+class Rate(NamedTuple):
+    """What a peer may send on average, and at once after it was quiet."""
+
+    messages: float  # per second
+    message_burst: float
+    bytes: float  # per second
+    byte_burst: float
+
+
+# A node returns one Result per unit, beats every 2 s and fetches now and then. 20,000 results a second over
+# 1,000 nodes are 20 each; one fast node that is given many small units may reach some hundred. The largest
+# message a node may send is 8 MB of ledger entries.
+NODE = Rate(2_000, 8_000, 8e6, 64e6)
+# Behind an invite there is one question, repeated every few seconds; one invite may be for many machines.
+NEWCOMER = Rate(20, 200, 20e3, 200e3)
+
+
+class Limits:
+    """The buckets of all peers under one rate. One entry per admitted key that ever sent anything."""
+
+    def __init__(self, rate: Rate) -> None:
+        self._rate = rate
+        self._levels: dict[bytes, tuple[float, float, float]] = {}  # messages and bytes left, as of when
+
+    def spend(self, peer: bytes, size: int, now: float) -> str:
+        """Take one message of `size` bytes from the peer's buckets; a short reason when it is too much."""
+        rate = self._rate
+        messages, data, then = self._levels.get(peer, (rate.message_burst, rate.byte_burst, now))
+        passed = max(0.0, now - then)
+        messages = min(rate.message_burst, messages + passed * rate.messages) - 1
+        data = min(rate.byte_burst, data + passed * rate.bytes) - size
+        reason = TOO_MANY if messages < 0 else TOO_MUCH if data < 0 else ""
+        if reason:  # what is dropped costs nothing: the next one passes as soon as there is room
+            messages, data = messages + 1, data + size
+        self._levels[peer] = (messages, data, max(now, then))
+        return reason
