@@ -69,7 +69,8 @@ class Actor:
             self.world.log(self.name, "is killed")
 
     def stop(self, reason: str, code: int) -> None:
-        require(code == 0 or self.world.failing, f"{self.name} stops with code {code}: {reason}")
+        legal = code == 0 or self.world.excused(self.name, reason)
+        require(legal, f"{self.name} stops with code {code}: {reason}")
         self.up, self.stopped = False, (reason, code)
         self.world.log(self.name, f"stops with code {code}: {reason}")
 
@@ -123,8 +124,8 @@ class SimCoordinator(Actor):
         self.crash_when: Callable[[Sequence[ce.Record]], CrashPoint | None] = lambda records: None
 
     def _empty(self) -> machine.State:
-        allowed = {sim.key: sim.name for sim in self.world.nodes.values()}
-        return machine.new(self.world.lock, self.world.ops, self.world.signing_key, allowed)
+        world = self.world
+        return machine.new(world.lock, world.ops, world.signing_key, world.allowed)
 
     def recall(self) -> machine.State:
         state = self._empty()
@@ -135,7 +136,8 @@ class SimCoordinator(Actor):
     def begin(self) -> None:
         self.inbox = []
         self.state = self.recall()
-        self._process([ce.Started(self.clock, self.state.term + 1, self.world.random.randbytes(8))])
+        nonce = self.world.random.randbytes(8)
+        self._process([ce.Started(self.clock, self.state.term + 1, nonce, self.wall)])
 
     def kill(self) -> None:
         if self.up:
@@ -148,7 +150,16 @@ class SimCoordinator(Actor):
             self._process([ce.StopRequested(self.clock, "asked to")])
 
     def tick(self) -> None:
-        self._process([*self._drain(), ce.Tick(self.clock)])
+        self._process([*self._drain(), ce.Tick(self.clock, self.wall)])
+
+    @property
+    def wall(self) -> float:
+        """Unix seconds."""
+        return self.world.wall_at(self.world.now)
+
+    def order(self, event: ce.Event) -> None:
+        """The operator's word."""
+        self._process([*self._drain(), event])
 
     def receive(self, peer: bytes, message: Message) -> None:
         """Frames gather until the next turn of the loop: one flush for all of them."""
@@ -174,6 +185,8 @@ class SimCoordinator(Actor):
         for record in flushed:
             if isinstance(record, ce.EntryAppended):
                 self.world.checkers.durable(record.height, record.raw)
+            elif isinstance(record, ce.ResultAccepted):
+                self.world.checkers.accepted(self.state, state, record.evaluator)
         if crash and crash.records is not None:
             self.world.log(
                 self.name, f"crashes in a flush, {len(flushed)} of {len(records)} records are safe"

@@ -6,7 +6,6 @@ A field without an entry in `GROWS` is held to a limit in the size of the pool a
 
 from __future__ import annotations
 
-from collections.abc import Sized
 from functools import lru_cache
 from typing import Any
 
@@ -17,6 +16,7 @@ from protocol.messages import Kind
 
 SPARE = 128  # kinds of counters, kept refusals, units told
 GROWS = {"history", "scores", "chain"}  # one element per round or entry: the run itself
+SIZED = {tuple, list, dict, set, frozenset}
 WHOLE = {"lock", "ops", "about", "key"}
 
 
@@ -28,7 +28,7 @@ def _sized(kind: type) -> tuple[str, ...]:
 def _over(what: Any, limit: int) -> str:
     for name in _sized(type(what)):
         value = getattr(what, name)
-        if isinstance(value, Sized) and not isinstance(value, str | bytes) and len(value) > limit:
+        if type(value) in SIZED and len(value) > limit:
             return f"{name} holds {len(value)} things, the limit is {limit}"
     return ""
 

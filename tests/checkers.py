@@ -8,7 +8,7 @@ from coordinator.state import State
 from esnode.nodestate import State as NodeState
 from protocol.entries import CommitBody, Entry, EntryKind, ScoreBody, parse
 from protocol.lock import Lock
-from protocol.messages import Ack, Assign, Commit, Entries, Kind, Message, Result, Unit
+from protocol.messages import Ack, Assign, Commit, Enrolled, Entries, Kind, Message, Result, Unit
 from tests import bounds
 from tests.replica import Truth
 
@@ -35,6 +35,7 @@ class Checkers:
         self.measured: dict[tuple[Unit, bytes], tuple[float, ...]] = {}
         self.acked: set[tuple[int, int, int, int]] = set()  # (round, kind, member, chunk)
         self.scored: set[int] = set()  # states with a held-out score
+        self.let_in: set[bytes] = set()  # keys that were on the list when somebody was told
         self.honest = True  # whether every node measures and applies what it should
 
     # ------------------------------------------------------------ the chain
@@ -104,6 +105,9 @@ class Checkers:
             unit = message.unit
             chunks = range(unit.first, unit.last + 1)
             self.acked |= {(unit.round, unit.kind, unit.member, chunk) for chunk in chunks}
+        elif isinstance(message, Enrolled):
+            require(coordinator is not None, "only the coordinator lets anybody in")
+            self.let_in |= set(coordinator.allowed) if coordinator else set()
         elif isinstance(message, Assign) and coordinator is not None:
             unit = message.unit
             cells = [(unit.round, unit.kind, unit.member, k) for k in range(unit.first, unit.last + 1)]
@@ -119,6 +123,7 @@ class Checkers:
         """The coordinator's state after a step."""
         limit = bounds.coordinator(state)
         require(not limit, limit)
+        self._guests(state)
         round = state.round
         if round is None:
             return
@@ -162,8 +167,25 @@ class Checkers:
         limit = bounds.node(state, self.lock)
         require(not limit, f"{name}: {limit}")
 
+    def enrolled(self, key: bytes) -> None:
+        """A newcomer hears that it is in."""
+        require(key in self.let_in, "a newcomer was told it is in and nobody remembers")
+
+    def accepted(self, before: State, after: State, evaluator: int) -> None:
+        """The coordinator counts a result; its state before and after."""
+        states = [state for state in (before, after) if evaluator in state.numbers.values()]
+        keys = [key for key, number in states[0].numbers.items() if number == evaluator]
+        require(keys[0] in states[0].allowed, f"roster number {evaluator} is out and its result counts")
+
+    def _guests(self, state: State) -> None:
+        guests = state.guests
+        require(not guests.allowed.keys() & guests.revoked.keys(), "a key is both in and out")
+        for invite in guests.invites.values():
+            require(len(set(invite.used)) == len(invite.used) <= invite.uses, "an invite was used too often")
+
     def recalled(self, live: State, again: State) -> None:
         """What the journal remembers is what the process knew."""
+        require(again.guests == live.guests, "the journal recalls another list")
         require(again.chain.tip == live.chain.tip, "the journal recalls another chain")
         if live.round is None or again.round is None:
             return require(live.round is again.round, "the journal recalls another round")

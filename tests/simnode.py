@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING
 import esnode.events as ne
 from esnode import node
 from protocol.entries import EntryKind
-from protocol.messages import Kind, Message, Unit
+from protocol.messages import Bye, Enrol, Enrolled, Kind, Message, Refuse, Unit
 from tests.actors import Actor
 from tests.checkers import require
 from tests.replica import Replica, measure
 
 if TYPE_CHECKING:
     from tests.world import World
+
+ENROL_AGAIN = 1.0  # seconds without an answer
 
 
 @dataclass
@@ -27,6 +29,7 @@ class Disk:
 
     raws: list[bytes] = field(default_factory=list)
     term: int = 0
+    enrolled: bool = False  # whether the invite's answer came
 
 
 class SimNode(Actor):
@@ -38,6 +41,7 @@ class SimNode(Actor):
         self.pace = pace
         self.disk = Disk()
         self.poisoned: set[int] = set()  # members this node cannot evaluate
+        self.invite: bytes | None = None  # the one-time key of a machine that joins by one
         self.hung = 0.0  # seconds the next evaluation hangs
         self.replica = Replica(world.lock)
         self.evaluations = 0
@@ -48,6 +52,30 @@ class SimNode(Actor):
         return ne.About(self.name, "reference", "simulated", b"selftest", b"engine-1")
 
     def begin(self) -> None:
+        if self._newcomer:
+            self._enrol()
+        else:
+            self._work()
+
+    def _enrol(self) -> None:
+        """What `esnode join` does first, until there is an answer."""
+        if self.invite is not None and self._newcomer:
+            self.world.send(self.name, self.invite, Enrol(self.key, self.name))
+            self.later(ENROL_AGAIN, self._enrol)
+
+    def _on_enrolled(self, message: Message) -> None:
+        if isinstance(message, Refuse | Bye):
+            self.stop(message.reason, 1)
+        elif isinstance(message, Enrolled) and not self.out_of_room():
+            self.world.checkers.enrolled(self.key)
+            self.disk.enrolled = True
+            self._work()
+
+    @property
+    def _newcomer(self) -> bool:
+        return self.invite is not None and not self.disk.enrolled
+
+    def _work(self) -> None:
         self.replica = Replica(self.world.lock)
         self.state = node.new(self.world.lock, self._about())
         self.job += 1
@@ -55,16 +83,21 @@ class SimNode(Actor):
         self.step(ne.Started(self.clock, self.disk.term, tuple(self.disk.raws), 0, digest))
 
     def tick(self) -> None:
-        self.step(ne.Tick(self.clock))
+        if not self._newcomer:
+            self.step(ne.Tick(self.clock))
 
     def receive(self, peer: bytes, message: Message) -> None:
+        if self._newcomer:
+            return self._on_enrolled(message)
         self.step(ne.Received(self.clock, message))
 
     # ------------------------------------------------------------ what can happen to it
 
     def leave(self) -> None:
         """SIGTERM."""
-        if self.up:
+        if self._newcomer and self.up:
+            self.stop("asked to", 0)
+        elif self.up:
             self.step(ne.Leave(self.clock, "asked to"))
 
     def hang(self, seconds: float) -> None:

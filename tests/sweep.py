@@ -18,12 +18,14 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests import people
 from tests.actors import COORDINATOR
 from tests.network import Faults
 from tests.world import World
 
 SAFETY = 40.0  # virtual seconds of faults
 DAY = 86_400.0
+KEEPER = "node-0"  # never goes for good
 
 
 def draw_faults(rng: random.Random) -> Faults:
@@ -154,17 +156,37 @@ def disks(world: World, rng: random.Random) -> None:
 
 
 def churn(world: World, rng: random.Random) -> None:
-    """Some come late; some go and do not come back, as long as one stays."""
-    names = sorted(world.nodes)
-    rng.shuffle(names)
-    for name in names[1:]:
-        what = rng.choice(("late", "killed", "released", "stays"))
+    """Some come late; some go and do not come back."""
+    for name in sorted(world.nodes):
+        what = rng.choice(("late", "killed", "released", "stays")) if name != KEEPER else "stays"
         if what == "late":
             world.crash(name, at=0.0, down=rng.uniform(1, SAFETY))
         elif what == "killed":
             world.lose(name, at=_early(rng))
         elif what == "released":
             world.leave(name, at=_early(rng))
+
+
+def newcomers(world: World, rng: random.Random) -> None:
+    """Machines join by invites, some in a race for the last use of one."""
+    for k in range(rng.randint(1, 3)):
+        begin = _early(rng)
+        uses, count = rng.choice(((1, 1), (1, 2), (2, 2), (2, 3)))
+        key = people.invite(world, begin, uses=uses)
+        for j in range(count):
+            excuses = (people.USED,) if count > uses else ()
+            at = begin + rng.choice((0.0, rng.uniform(0, 10)))
+            people.newcomer(world, f"new-{k}{j}", key, at, rng.choice((0.05, 0.2)), excuses)
+
+
+def revocations(world: World, rng: random.Random) -> None:
+    """Keys are put out, some are put back."""
+    names = [name for name in sorted(world.nodes) if name != KEEPER] + ["new-00", "new-10"]
+    for name in rng.sample(names, rng.randint(1, 2)):
+        at = _early(rng)
+        people.revoke(world, name, at)
+        if name in world.nodes and rng.random() < 0.4:
+            people.readmit(world, name, at + rng.uniform(0, 10))
 
 
 Mischief = Callable[[World, random.Random], None]
@@ -182,6 +204,8 @@ MISCHIEF: tuple[tuple[float, Mischief], ...] = (
     (0.2, clocks),
     (0.2, disks),
     (0.25, churn),
+    (0.25, newcomers),
+    (0.2, revocations),
 )
 
 # ---------------------------------------------------------------- sweeping

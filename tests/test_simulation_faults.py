@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from coordinator.events import KeyAllowed
 from protocol.entries import CommitBody
-from protocol.messages import NodeBeat
+from protocol.messages import Enrolled, NodeBeat
+from tests import people
 from tests.network import LOST
 from tests.world import World
 
@@ -119,3 +121,46 @@ def test_a_slow_node_does_not_make_the_round_wait_for_all_its_work() -> None:
     world.lose("node-1", at=100.0)
     world.run()
     assert world.now < 60.0
+
+
+# ---------------------------------------------------------------- people
+
+
+def test_machines_join_by_invites_and_work() -> None:
+    world = World(seed=42, nodes=1, rounds=6)
+    key = people.invite(world, at=1.0, uses=2)
+    people.newcomer(world, "new-0", key, at=1.5)
+    people.newcomer(world, "new-1", key, at=2.5)
+    world.run()
+    assert {member.evaluator for member in commits(world)[-1].members} == {0, 1, 2}
+
+
+def test_two_machines_with_one_invite() -> None:
+    world = World(seed=43, nodes=1, rounds=6)
+    key = people.invite(world, at=1.0)
+    for name in ("new-0", "new-1"):
+        people.newcomer(world, name, key, at=1.5, excuses=(people.USED,))
+    world.run()
+    ends = [world.nodes[name].stopped for name in ("new-0", "new-1")]
+    assert sorted(end[1] for end in ends if end) == [0, 1]
+
+
+def test_a_newcomer_whose_answers_are_lost_asks_again_and_uses_the_invite_once() -> None:
+    world = World(seed=44, nodes=1, rounds=6)
+    key = people.invite(world, at=1.0)
+    world.network.hold("new-0", Enrolled, LOST, times=3)
+    people.newcomer(world, "new-0", key, at=1.5)
+    world.run()
+    assert world.nodes["new-0"].disk.enrolled
+    assert sum(isinstance(record, KeyAllowed) for record in world.coordinator.journal) == 1
+
+
+def test_a_revoked_node_is_out_at_once_and_may_be_put_back() -> None:
+    world = World(seed=45, nodes=2, rounds=8)
+    people.revoke(world, "node-1", at=2.0)
+    people.readmit(world, "node-1", at=6.0)
+    world.run(until=5.0)
+    assert world.nodes["node-1"].stopped == ("revoked: sold", 1)
+    world.run()
+    numbers = {member.evaluator for body in commits(world)[-2:] for member in body.members}
+    assert numbers == {0, 2}, "put back under a new number"
