@@ -172,10 +172,10 @@ class SimCoordinator(Actor):
         return taken
 
     def _process(self, events: Sequence[ce.Event]) -> None:
-        state, effects = self.state, list[ce.Effect]()
-        for event in events:
-            state, caused = machine.step(state, event)
-            effects += caused
+        before = self.world.checkers.picture(self.state)
+        state, caused = machine.fold(self.state, events)
+        self.world.checkers.folded(before, self.state, events, state, caused)
+        effects = [effect for per_event in caused for effect in per_event]
         records = [effect.record for effect in effects if isinstance(effect, ce.Persist)]
         if records and self.out_of_room():
             return

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from msgspec.structs import replace
+
+from coordinator import machine
+from coordinator.events import Effect, Event
 from coordinator.state import State
 from esnode.nodestate import State as NodeState
 from protocol.entries import CommitBody, Entry, EntryKind, ScoreBody, parse
@@ -11,6 +15,8 @@ from protocol.lock import Lock
 from protocol.messages import Ack, Assign, Commit, Enrolled, Entries, Kind, Message, Result, Unit
 from tests import bounds
 from tests.replica import Truth
+
+SAMPLED = 25  # one batch of events in so many is looked at closely
 
 
 class Violation(AssertionError):
@@ -20,6 +26,12 @@ class Violation(AssertionError):
 def require(condition: bool, what: str) -> None:
     if not condition:
         raise Violation(what)
+
+
+def _told(state: State) -> str:
+    """All of a state in words; the chain by its entries."""
+    rest = replace(state, chain=None)  # type: ignore[arg-type]
+    return f"{[entry.hash for entry in state.chain.entries]} {rest!r}"
 
 
 class Checkers:
@@ -35,6 +47,7 @@ class Checkers:
         self.measured: dict[tuple[Unit, bytes], tuple[float, ...]] = {}
         self.acked: set[tuple[int, int, int, int]] = set()  # (round, kind, member, chunk)
         self.scored: set[int] = set()  # states with a held-out score
+        self.batches = 0
         self.let_in: set[bytes] = set()  # keys that were on the list when somebody was told
         self.honest = True  # whether every node measures and applies what it should
 
@@ -182,6 +195,30 @@ class Checkers:
         require(not guests.allowed.keys() & guests.revoked.keys(), "a key is both in and out")
         for invite in guests.invites.values():
             require(len(set(invite.used)) == len(invite.used) <= invite.uses, "an invite was used too often")
+
+    def picture(self, state: State) -> str | None:
+        """Everything in a state, now and then."""
+        self.batches += 1
+        return None if self.batches % SAMPLED else _told(state)
+
+    def folded(
+        self,
+        before: str | None,
+        state: State,
+        events: Sequence[Event],
+        after: State,
+        caused: Sequence[Sequence[Effect]],
+    ) -> None:
+        """A batch of events is the same as one after the other, and the state before it is untouched."""
+        if before is None:
+            return
+        require(before == _told(state), "a step changed the state it started from")
+        stepped, effects = state, []
+        for event in events:
+            stepped, found = machine.step(stepped, event)
+            effects.append(found)
+        require(effects == list(caused), "a batch of events caused other effects than one after the other")
+        require(_told(stepped) == _told(after), "a batch of events leads elsewhere than one after the other")
 
     def recalled(self, live: State, again: State) -> None:
         """What the journal remembers is what the process knew."""
