@@ -19,14 +19,20 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+if __name__ == "__main__":  # the imports below take a second or two
+    from esnode import departure
+
+    departure.at_once()
+
 import zmq
 
-from esnode import events, node, nodeoptions
+from esnode import departure, events, joined, node, nodeoptions
+from esnode.duty import Duty
 from esnode.enginethread import Broken, EngineThread, Folded, Restored, Workshop
 from esnode.link import Link, State
 from esnode.nodeoptions import Options
 from esnode.notebook import Notebook
-from protocol import keys, logfile
+from protocol import logfile
 from protocol.errors import UserError
 from protocol.lock import Lock
 from protocol.messages import Rehello
@@ -57,7 +63,8 @@ class Daemon:
         self._notebook = Notebook(options.folder, self._lock.run_id)
         if self._notebook.warning:
             log.warning("%s", self._notebook.warning)
-        self._secret = keys.new_curve_file(options.folder / "curve.key")
+        self._secret = nodeoptions.own_key(options.folder)
+        self._duty = Duty(options.run, log.warning) if joined.read(options.run) else None
         self.stuck = False  # the engine did not come back: only a hard exit ends this process
         self._loading = True
         self._leave: str | None = None
@@ -69,7 +76,7 @@ class Daemon:
     def request_leave(self, reason: str) -> None:
         """Ask the loop to leave cleanly; safe in a signal handler."""
         if self._loading:
-            raise SystemExit(0)  # nothing is held and nobody knows us yet
+            departure.leave()  # nothing is held and nobody knows us yet
         self._leave = self._leave or reason
 
     # ------------------------------------------------------------ life
@@ -98,6 +105,7 @@ class Daemon:
                 return 0
             self._state = node.new(self._lock, workshop.about)
             raws = self._notebook.raws
+            self._mind_duty(time.monotonic())
             self._step(events.Started(time.monotonic(), self._notebook.term, raws, 0, self._lock.digest))
             while self._stopped is None:
                 self._turn()
@@ -127,7 +135,7 @@ class Daemon:
         """Find out where the coordinator is and open the socket; None when told to leave meanwhile."""
         options = self._options
         self._contact_by = time.monotonic() + options.wait
-        while not (addresses := options.coordinator or nodeoptions.published_address(options.run)):
+        while not (addresses := nodeoptions.addresses(options)):
             if self._leave is not None:
                 return None
             if time.monotonic() > self._contact_by:
@@ -166,6 +174,7 @@ class Daemon:
             self._step(events.Leave(now, self._leave))
         if now > self._leave_by:
             self._stop(self._leave or "left", 0)
+        self._mind_duty(now)
         self._step(events.Tick(now))
         self._mind_link(now)
 
@@ -228,6 +237,12 @@ class Daemon:
     def _reconnected(self, now: float) -> None:
         """A new connection is unknown over there until Hello: tell the core so without a round trip."""
         self._step(events.Received(now, Rehello()))
+
+    def _mind_duty(self, now: float) -> None:
+        """Pause and resume as this machine's owner wants."""
+        if self._duty is not None and self._duty.look(now):
+            reason = self._duty.reason
+            self._step(events.Pause(now, reason) if reason else events.Resume(now))
 
     def _mind_link(self, now: float) -> None:
         """Log changes of the connection; follow a coordinator of this folder that listens elsewhere now."""

@@ -157,6 +157,24 @@ class Leave:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """The machine's owner wants it back for a while: hand everything back, stay connected, take nothing.
+
+    May come before `Started`: then nothing is said until `Resume`.
+    """
+
+    now: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """The pause is over."""
+
+    now: float
+
+
 Event: TypeAlias = (
     Started
     | Tick
@@ -168,6 +186,8 @@ Event: TypeAlias = (
     | EntriesApplied
     | Rewound
     | Leave
+    | Pause
+    | Resume
 )
 
 # ---------------------------------------------------------------- effects

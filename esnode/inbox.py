@@ -38,6 +38,8 @@ def receive(turn: Turn, message: Message) -> None:
     handler = _HANDLERS.get(type(message))
     if handler is None:
         return
+    if turn.state.paused and not isinstance(message, Refuse | Bye):
+        return  # said before the coordinator knew of the pause
     if isinstance(message, Welcome | CoordBeat) and message.term < turn.state.term:
         why = f"a coordinator of term {message.term} is ignored, one of term {turn.state.term} was answered"
         return turn.note("link", reason=why)

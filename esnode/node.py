@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from esnode import inbox
+from esnode import inbox, pausing
 from esnode.events import (
     About,
     Apply,
@@ -52,7 +52,7 @@ FUSED = 64  # rounds applied in one pass while catching up
 
 
 def new(lock: Lock, about: About) -> State:
-    """A node of this run before its first event, which must be `Started`."""
+    """A node of this run before its first event: `Started`, or a `Pause` and then `Started`."""
     return State(lock, about)
 
 
@@ -93,7 +93,7 @@ def _on_started(turn: Turn, event: Started) -> None:
         turn.rewind(far=True)
     else:
         turn.check_digest()
-    if not turn.state.stopped:
+    if not turn.state.stopped and not turn.state.paused:
         turn.say_hello()
 
 
@@ -107,7 +107,7 @@ def _on_tick(turn: Turn, event: Tick) -> None:
     if turn.state.joined:
         if state.now - state.spoke >= BEAT_EVERY:
             _beat(turn)
-    elif state.now >= turn.state.hello_at and not state.leaving:
+    elif state.now >= turn.state.hello_at and not state.leaving and not state.paused:
         turn.say_hello()
 
 
@@ -290,4 +290,5 @@ _ON_EVENT: dict[type[Event], Callable[[Turn, Any], None]] = {
     EntriesApplied: _on_applied,
     Rewound: _on_rewound,
     Leave: _on_leave,
+    **pausing.HANDLERS,
 }

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from esnode import joined
 from protocol import keys
 from protocol.errors import UserError
-from protocol.lock import Lock, lock_from_bytes
+from protocol.lock import Lock, LockError, lock_from_bytes
 
 FIRST_CONTACT_SECONDS = 60.0  # how long a coordinator may take to appear
 DEFAULT_LOADER = "esnode.workshop:load"
@@ -65,7 +66,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
     return Options(
         run=found.run,
         name=found.name,
-        threads=found.threads or _cores(),
+        threads=found.threads or cores(),
         backend=found.backend,
         model=found.model,
         code=found.code,
@@ -76,7 +77,8 @@ def parse(arguments: Sequence[str] | None) -> Options:
     )
 
 
-def _cores() -> int:
+def cores() -> int:
+    """Cores this process may use."""
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # not Linux
@@ -90,6 +92,29 @@ def read_lock(run: Path) -> Lock:
         return lock_from_bytes(path.read_bytes())
     except OSError as error:
         raise FolderMissing(f"cannot read {path}: {error.strerror}; --run names the run's folder") from error
+    except LockError as error:
+        remedy = "copy it again from the run's folder, or remove it and run `esnode join` again"
+        raise FolderMissing(f"{path} is damaged ({error}): {remedy}") from error
+
+
+def own_key(folder: Path) -> bytes:
+    """The CURVE secret in a node's folder, made at first use."""
+    try:
+        return keys.new_curve_file(folder / "curve.key")
+    except keys.KeyDamaged as error:
+        raise FolderMissing(
+            f"{error}. Put a copy of it back; without one, move it away and enrol anew: with a new invite "
+            "(`esnode join INVITE`), or on the coordinator's machine with "
+            f"`esnode coordinator serve --allow {folder.name}`"
+        ) from error
+
+
+def addresses(options: Options) -> tuple[str, ...]:
+    """Where to look for the coordinator; empty while that is not known."""
+    if options.coordinator:
+        return options.coordinator
+    note = joined.read(options.run)
+    return note.addresses if note else published_address(options.run)
 
 
 def published_address(run: Path) -> tuple[str, ...]:

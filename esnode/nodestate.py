@@ -74,6 +74,7 @@ class State:
     wanted: int = 0  # height the coordinator is known to have
     fetched: float | None = None  # when the Fetch left that is not answered
     leaving: str = ""
+    paused: str = ""  # why this machine's owner lets it do nothing for now
     until: float | None = None  # a leaving or ended node stops then, Bye or not
     stopped: bool = False
 

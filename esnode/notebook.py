@@ -14,6 +14,7 @@ from pathlib import Path
 
 from esnode.folder import write_file
 from protocol import ledger
+from protocol.entries import parse
 from protocol.errors import UserError
 from protocol.ledger import LedgerFile
 
@@ -32,9 +33,9 @@ class Notebook:
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._held = _occupy(folder)
-            self.term = _read_term(folder / "term")
             self._set_aside_damage(run_id)
             self._file = LedgerFile(folder / "node.ledger")
+            self.term = self._read_term()
         except OSError as error:
             raise NotebookError(_unwritable(folder, error)) from error
 
@@ -60,6 +61,23 @@ class Notebook:
         except OSError as error:
             raise NotebookError(_unwritable(self.folder, error)) from error
         self.term = term
+
+    def _read_term(self) -> int:
+        """The term on disk; a damaged one is made again from the entries, each of which bears its term."""
+        path = self.folder / "term"
+        try:
+            term = int(path.read_text())
+        except FileNotFoundError:
+            return 0
+        except ValueError:
+            term = -1
+        if not 0 <= term < 2**32:
+            term = max((parse(raw).term for raw in self.raws), default=0)
+            self.warning = "; ".join(
+                filter(None, (self.warning, f"{path} was damaged and is made again from the ledger: {term}"))
+            )
+            self.store_term(term)
+        return term
 
     def close(self) -> None:
         """Let go of the folder."""
@@ -98,14 +116,3 @@ def _occupy(folder: Path) -> int:
             f"another node process uses {folder}; stop it or give this one another name"
         ) from None
     return held
-
-
-def _read_term(path: Path) -> int:
-    try:
-        return int(path.read_text())
-    except FileNotFoundError:
-        return 0
-    except ValueError as error:
-        raise NotebookError(
-            f"{path} is damaged: it should hold one number. Remove the node's folder"
-        ) from error

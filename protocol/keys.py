@@ -19,10 +19,17 @@ from nacl.bindings import crypto_scalarmult_base
 from protocol.errors import UserError
 
 KEY_BYTES = 32
+_NEW_ROSTER = (
+    "Remove it and start with --allow NAME for each node of this folder: their keys are kept in nodes/NAME"
+)
 
 
 class KeyFileError(UserError):
     """A key file or roster that is missing, readable by others, or not what it should be."""
+
+
+class KeyDamaged(KeyFileError):
+    """A key file without a key in it."""
 
 
 def new_curve_file(path: Path) -> bytes:
@@ -89,10 +96,15 @@ def read_roster(path: Path) -> dict[bytes, str]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise KeyFileError(f"cannot read the list of admitted nodes {path}: {error}") from error
+        raise KeyFileError(
+            f"cannot read the list of admitted nodes {path} ({error}). {_NEW_ROSTER}"
+        ) from error
     if not isinstance(loaded, dict) or not all(isinstance(name, str) for name in loaded.values()):
-        raise KeyFileError(f"{path} should be one JSON object of public keys (hex) and names")
-    return {parse_public(key, str(path)): name for key, name in loaded.items()}
+        raise KeyFileError(f"{path} should be one JSON object of public keys (hex) and names. {_NEW_ROSTER}")
+    try:
+        return {parse_public(key, str(path)): name for key, name in loaded.items()}
+    except KeyFileError as error:
+        raise KeyFileError(f"{error}. {_NEW_ROSTER}") from error
 
 
 def _make(path: Path, kind: str) -> bytes:
@@ -129,5 +141,8 @@ def _read(path: Path, kind: str) -> bytes:
     if mode & 0o077:
         raise KeyFileError(f"{path} can be read by others (mode {mode:04o}); run: chmod 600 {path}")
     if len(words) != 2 or words[0] != kind:
-        raise KeyFileError(f"{path} is no key file of ours: it should hold the line '{kind} <64 hex digits>'")
-    return parse_public(words[1], str(path))
+        raise KeyDamaged(f"{path} is damaged: it should hold the line '{kind} <64 hex digits>'")
+    try:
+        return parse_public(words[1], str(path))
+    except KeyFileError as error:
+        raise KeyDamaged(f"{path} is damaged: it should hold the line '{kind} <64 hex digits>'") from error

@@ -301,7 +301,7 @@ def _read(name: str, rule: Rule, value: Any) -> Any:
         return rule.read(value)
     except ValueError as error:
         raise LockError(
-            f"lock field {name} = {_shown(value)}: {error or 'must be ' + rule.expects}"
+            f"lock field {name} = {_shown(value)}: {str(error) or 'must be ' + rule.expects}"
         ) from error
 
 

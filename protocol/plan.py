@@ -128,7 +128,7 @@ def _build(tables: Mapping[str, Any]) -> Plan:
     try:
         values["task_options"] = TABLE.read(options)
     except ValueError as error:
-        raise PlanError(f"{OPTIONS}: {error or 'must be ' + TABLE.expects}") from error
+        raise PlanError(f"{OPTIONS}: {str(error) or 'must be ' + TABLE.expects}") from error
     plan = Plan(**values, ops=Ops(**ops))
     _check(plan)
     return plan

@@ -100,7 +100,7 @@ def decode(frame: bytes, sender: str) -> AnyMessage:
         found = msgspec.convert(fields, rule.type, strict=True, builtin_types=(bytes,))
         message = _entries(found, unpacked)
     except (ValueError, TypeError, msgpack.exceptions.UnpackException, MalformedEntry) as error:
-        raise MalformedMessage(f"{name}: {error or type(error).__name__}") from error
+        raise MalformedMessage(f"{name}: {str(error) or type(error).__name__}") from error
     reason = _fault(message)
     if reason:
         raise MalformedMessage(f"{name}: {reason}")

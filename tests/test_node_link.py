@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from esnode import events
+from esnode import events, node
 from esnode.events import CancelUnit, Evaluate
 from protocol.messages import (
     RELEASED,
@@ -21,7 +21,7 @@ from protocol.messages import (
     Rehello,
     Release,
 )
-from tests.bench import LOCK, Bench, ledger, unit_of, working
+from tests.bench import ABOUT, LOCK, Bench, ledger, unit_of, working
 
 # ---------------------------------------------------------------- losing touch
 
@@ -117,3 +117,39 @@ def test_leaving_hands_everything_back() -> None:
     bench.step(events.Leave(bench.now, "SIGTERM"))
     bench.tick(3.0)
     assert bench.stop is not None and bench.stop.code == 0, "the Bye was lost"
+
+
+# ---------------------------------------------------------------- pausing
+
+
+def test_a_pause_hands_everything_back_and_takes_nothing() -> None:
+    bench = working()
+    bench.hear(Assign(unit_of(member=1), bench.state.parent, 15))
+    bench.step(events.Pause(bench.now, "outside its hours"))
+    assert bench.sent(Release) == [Release("outside its hours")] and bench.all(CancelUnit)
+    bench.step(events.Cancelled(bench.now, unit_of()))
+    bench.hear(Bye(f"{RELEASED}: outside its hours"))
+    for message in (Assign(unit_of(member=2), bench.state.parent, 15), Rehello()):
+        assert not bench.hear(message)
+    for _ in range(20):
+        assert not bench.tick(2.0), "silence, whatever comes"
+    assert not bench.step(events.Pause(bench.now, "paused by its owner"))
+    bench.step(events.Resume(bench.now))
+    assert bench.sent(Hello)[0].units == ()
+    bench.hear(Bye("revoked"))
+    assert bench.stop is not None and bench.stop.code == 1
+
+
+def test_a_node_may_be_paused_before_it_starts() -> None:
+    began = events.Started(10.0, 0, (), 0, LOCK.digest)
+
+    def paused() -> node.State:
+        state, _ = node.step(node.new(LOCK, ABOUT), events.Pause(10.0, "paused by its owner"))
+        state, effects = node.step(state, began)
+        assert not any(isinstance(effect, events.Send) for effect in effects)
+        return state
+
+    _, effects = node.step(paused(), events.Resume(11.0))
+    assert any(isinstance(effect, events.Send) and isinstance(effect.message, Hello) for effect in effects)
+    _, effects = node.step(paused(), events.Leave(11.0, "SIGTERM"))
+    assert events.Stop("SIGTERM", 0) in effects

@@ -54,7 +54,11 @@ VERBS: dict[str, Verb] = {
     "fork": Verb("esnode.cli.ledger", "fork", LEDGER, "Start a new run from any round of another."),
     "doctor": Verb("esnode.cli.doctor", "doctor", HERE, "Check hardware, versions and kernels."),
     "coordinator": Verb("esnode.cli.coordinator", "coordinator", MANY, "Serve a run to other machines."),
-    "node": Verb("esnode.cli.node", "node", MANY, "Join a run with this machine."),
+    "join": Verb("esnode.cli.join", "join", MANY, "Work for a run, by an invite."),
+    "pause": Verb("esnode.cli.join", "pause", MANY, "Let this machine's nodes rest."),
+    "resume": Verb("esnode.cli.join", "resume", MANY, "Let them work again."),
+    "policy": Verb("esnode.cli.join", "policy", MANY, "What this machine does for others."),
+    "node": Verb("esnode.cli.node", "node", MANY, "Work for a run whose folder is here."),
 }
 
 

@@ -46,6 +46,9 @@ def node(run_: Path, coordinator: tuple[str, ...], **options: object) -> None:
     Example:
       esnode node --run runs/mine --name a --threads 4
     """
+    from esnode import departure
+
+    departure.at_once()
     from esnode import daemon
 
     words = ["--run", str(run_)]

@@ -1,0 +1,143 @@
+"""The node process and its owner: asked to leave in any phase, paused, and what damaged files make it say."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from esnode import daemon, duty, joined, nodeoptions
+from esnode.folder import write_file
+from esnode.notebook import Notebook
+from protocol import keys
+from protocol.errors import UserError
+from protocol.ledger import LedgerFile
+from tests.bench import LOCK, ledger
+from tests.runs import ROOT, Processes, make_folder, wait_for
+
+
+@pytest.mark.parametrize("seconds", [0.15, 0.4, 0.8, 1.6])
+def test_sigterm_in_the_first_seconds_is_a_clean_leave(tmp_path: Path, seconds: float) -> None:
+    """Before anything is imported there is nothing of ours that could answer: from then on it is code 0."""
+    make_folder(tmp_path)
+    with Processes(tmp_path) as processes:
+        node = processes.node("n1")
+        path = Path(f"/proc/{node.pid}/status")
+        wait_for(lambda: _handles_term(path) or node.poll() is not None, 30)
+        time.sleep(seconds)
+        node.send_signal(signal.SIGTERM)
+        assert node.wait(6) == 0, processes.words("n1")
+        assert "Traceback" not in processes.words("n1")
+
+
+def _handles_term(status: Path) -> bool:
+    caught = next(line for line in status.read_text().splitlines() if line.startswith("SigCgt"))
+    return bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+
+def test_the_handler_comes_before_the_slow_imports() -> None:
+    """What is loaded when SIGTERM is first heard: nothing that takes time."""
+    told = "import sys, esnode.departure; print(sorted(sys.modules))"
+    loaded = subprocess.run(
+        [sys.executable, "-c", told], check=True, capture_output=True, text=True, cwd=ROOT
+    ).stdout
+    assert not any(f"'{slow}'" in loaded for slow in ("zmq", "numpy", "torch", "msgspec", "nacl"))
+    source = Path(daemon.__file__).read_text()
+    assert source.index("departure.at_once()") < source.index("import zmq")
+
+
+def test_an_owner_pauses_and_resumes_a_joined_node(tmp_path: Path) -> None:
+    lock = make_folder(tmp_path, names=("n1",), rounds=100_000)
+    joined.write(tmp_path, joined.Joined(lock.run_id, ("tcp://127.0.0.1:1",), {"n1": True}))
+    with Processes(tmp_path) as processes:
+        processes.coordinator()
+        address = tmp_path / "coordinator" / "address"
+        wait_for(address.exists)
+        node = processes.node("n1", "--coordinator", address.read_text().strip())
+
+        def line() -> str:
+            nodes = processes.status().get("nodes", [])
+            return json.dumps(nodes)
+
+        wait_for(lambda: processes.status().get("round", 0) > 0, 30)
+        assert duty.switch(tmp_path, True) and not duty.switch(tmp_path, True)
+        wait_for(lambda: "paused by its owner" in line(), 10)
+        stands = processes.status()["round"]
+        time.sleep(1.5)
+        assert processes.status()["round"] == stands and node.poll() is None
+        assert duty.switch(tmp_path, False)
+        wait_for(lambda: processes.status().get("round", 0) > stands, 10)
+        duty.switch(tmp_path, True)
+        wait_for(lambda: "paused by its owner" in line(), 10)
+        node.send_signal(signal.SIGTERM)
+        assert node.wait(6) == 0
+
+
+def test_duty_follows_policy_file_and_switch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ESNODE_CONFIG", str(tmp_path / "config"))
+    warnings: list[str] = []
+    watch = duty.Duty(tmp_path / "data" / "run", warnings.append)
+    assert not watch.look(0.0) and watch.reason == ""
+    write_file(duty.policy_file(), b'hours = ["mon 00:00-00:01"]')
+    monkeypatch.setattr(time, "localtime", lambda: time.struct_time((2026, 1, 6, 12, 0, 0, 1, 6, 0)))
+    assert not watch.look(0.5), "it looks once a second"
+    assert watch.look(1.5) and watch.reason == "outside the hours of its policy (mon 00:00-00:01)"
+    write_file(duty.policy_file(), b"hours = 7 # broken")
+    assert not watch.look(3.0) and "stays in force" in warnings[0]
+    write_file(duty.policy_file(), b"hours = []")
+    assert watch.look(5.0) and watch.reason == ""
+    duty.switch(tmp_path / "data", True)
+    assert watch.look(7.0) and watch.reason == "paused by its owner"
+
+
+# ---------------------------------------------------------------- damaged files
+
+
+@pytest.mark.parametrize("content", [b"", b"seven\n", b"\xff\xfe\x00", b"-3", b"99999999999999"])
+def test_a_damaged_term_is_made_again_from_the_ledger(tmp_path: Path, content: bytes) -> None:
+    folder = tmp_path / "nodes" / "a"
+    folder.mkdir(parents=True)
+    entries = ledger(LOCK.digest)
+    with LedgerFile(folder / "node.ledger") as file:
+        file.append(*(entry.raw for entry in entries))
+    (folder / "term").write_bytes(content)
+    book = Notebook(folder, LOCK.run_id)
+    assert book.term == entries[-1].term and "made again from the ledger" in book.warning
+    book.close()
+    again = Notebook(folder, LOCK.run_id)
+    assert again.term == entries[-1].term and not again.warning
+    again.close()
+
+
+@pytest.mark.parametrize("content", ["", "curve", "curve xyz\n", "sign " + "00" * 32, "curve " + "00" * 31])
+def test_a_damaged_key_says_how_to_enrol_anew(tmp_path: Path, content: str) -> None:
+    folder = tmp_path / "nodes" / "a"
+    folder.mkdir(parents=True)
+    (folder / "curve.key").write_text(content)
+    (folder / "curve.key").chmod(0o600)
+    with pytest.raises(nodeoptions.FolderMissing) as caught:
+        nodeoptions.own_key(folder)
+    for words in ("curve.key is damaged", "esnode join INVITE", "--allow a"):
+        assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", '{"zz": "a"}', '{"00": 5}'])
+def test_a_damaged_roster_says_how_to_make_it_again(tmp_path: Path, content: str) -> None:
+    (tmp_path / "roster.json").write_text(content)
+    with pytest.raises(keys.KeyFileError, match="start with --allow NAME"):
+        keys.read_roster(tmp_path / "roster.json")
+
+
+def test_a_damaged_lock_names_its_file_and_the_remedy(tmp_path: Path) -> None:
+    lock = make_folder(tmp_path)
+    good = lock.to_bytes()
+    for content in (good[: len(good) // 2], b"", good.replace(b":", b": ", 1), b"\xff"):
+        (tmp_path / "lock.json").write_bytes(content)
+        with pytest.raises(UserError) as caught:
+            nodeoptions.read_lock(tmp_path)
+        assert str(tmp_path / "lock.json") in str(caught.value) and "esnode join" in str(caught.value)
