@@ -95,6 +95,10 @@ def pause(run_: str | None, data: Path | None) -> None:
     """Let this machine's nodes rest: they hand their work back within a second and stay connected.
 
     It holds until `esnode resume`, also for nodes that are started meanwhile.
+
+    \b
+    Example:
+      esnode pause --run 5f2c
     """
     _switch(run_, data, True)
 
@@ -103,7 +107,12 @@ def pause(run_: str | None, data: Path | None) -> None:
 @_RUN
 @_DATA
 def resume(run_: str | None, data: Path | None) -> None:
-    """Let nodes work again that `esnode pause` stopped."""
+    """Let nodes work again that `esnode pause` stopped.
+
+    \b
+    Example:
+      esnode resume
+    """
     _switch(run_, data, False)
 
 
@@ -123,6 +132,11 @@ def policy(write: bool) -> None:
     """Show what this machine does for runs it has joined: models, memory, disk, bandwidth, hours.
 
     The file is node.toml in ~/.config/esnode (or $ESNODE_CONFIG). Where there is none, everything is allowed.
+    A running node follows changes of its hours within a second.
+
+    \b
+    Example:
+      esnode policy --write
     """
     from esnode import duty
     from esnode.folder import write_file

@@ -17,7 +17,9 @@ import click
     "--name", default=platform.node(), show_default="host name", help="This node's name in the folder."
 )
 @click.option("--threads", type=click.IntRange(min=1), metavar="T", help="CPU threads [default: all].")
-@click.option("--backend", type=click.Choice(["cpu", "triton", "reference"]), help="Kernels [default: the fastest].")
+@click.option(
+    "--backend", type=click.Choice(["cpu", "triton", "reference"]), help="Kernels [default: the fastest]."
+)
 @click.option(
     "--model", metavar="MODEL", help="Base model: folder, .gguf file or hub id [default: the plan's]."
 )
