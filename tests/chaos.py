@@ -1,10 +1,13 @@
 """Random kill -9, SIGSTOP, SIGTERM and restarts of a coordinator and four nodes, all real processes.
 
-`python -m tests.chaos --minutes 30 --seed 1` tells the story as it happens and ends with a verdict and the
-line that repeats it. The schedule is drawn from the seed before anything starts. The supervisor here does
-what systemd would: it starts again what was hit. Whatever else ends by itself before the run does is a
-violation, for it would need a hand. At the end every reward and digest of the ledger must be those of a run
-without faults, which is computed in this process.
+With `--netns` each lives in a network namespace of its own behind 10 Mbit/s, and links are cut too; with
+`--tiny` the engine is a real (tiny) language model. `python -m tests.chaos --minutes 30 --seed 1` tells the
+story as it happens and ends with a verdict and the line that repeats it.
+
+The schedule is drawn from the seed before anything starts. The supervisor here does what systemd would: it
+starts again what was hit. Whatever else ends by itself before the run does is a violation, for it would need
+a hand. At the end every reward and digest of the ledger must be those of a run without faults, which is
+computed in this process.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from protocol.entries import Admission, CommitBody, EndBody, LockBody, MemberRew
 from protocol.ledger import Chain
 from protocol.lock import Lock
 from protocol.messages import Kind, Unit
-from tests import toy_engine
+from tests import netns, toy_engine
 from tests.runs import SIGNING_SEED, Processes, make_folder
 
 COORDINATOR = "coordinator"
@@ -40,7 +43,7 @@ POLITE = 10.0  # seconds a process has to leave after SIGTERM
 HEAL = 90.0  # seconds in which the run must end once nothing is disturbed any more
 LOOK = 0.05
 STATUS_EVERY = 5.0
-DEED_WORDS = {"kill": "kill -9", "pause": "SIGSTOP", "terminate": "SIGTERM"}
+DEED_WORDS = {"kill": "kill -9", "pause": "SIGSTOP", "terminate": "SIGTERM", "cut": "cut off"}
 BLACKOUT = 0.04  # share of deeds that hit everybody at once
 
 
@@ -54,17 +57,20 @@ class Deed:
     down: float
 
 
-def schedule(seed: int, seconds: float, gap: float = 2.0, longest: float = 12.0) -> list[Deed]:
+def schedule(
+    seed: int, seconds: float, gap: float = 2.0, longest: float = 12.0, cuts: bool = False
+) -> list[Deed]:
     """The deeds of a seed in order of time: one every `gap` seconds on average, none on somebody who is down.
 
-    Most downtimes are short; one in six is long enough to end leases (up to `longest`).
+    With `cuts` a third of them cut somebody's links. Most downtimes are short; one in six is long enough to
+    end leases (up to `longest`).
     """
     chance = random.Random(f"chaos {seed}")
     free = dict.fromkeys(EVERYBODY, 0.0)
     deeds, at = [], 0.0
     while (at := at + chance.expovariate(1 / gap)) < seconds:
         down = chance.uniform(3, longest) if chance.random() < 1 / 6 else chance.uniform(0, 2)
-        what = chance.choice(("kill", "kill", "pause", "terminate"))
+        what = chance.choice(("kill", "kill", "pause", "terminate", "cut", "cut")[: 6 if cuts else 4])
         victims = EVERYBODY if chance.random() < BLACKOUT else (chance.choice(EVERYBODY),)
         for victim in victims:
             if free[victim] <= at:
@@ -82,11 +88,14 @@ class Play:
     deeds: list[Deed]
     seconds: float
     say: Callable[[str], None]
+    net: netns.Net | None = None
+    heal_seconds: float = HEAL
     violations: list[str] = field(default_factory=list)
     rounds: int = 0  # committed when it ended
     longest_wait: float = 0.0  # seconds without a commit, during the faults
     _back: dict[str, float] = field(default_factory=dict)  # who is down, and until when
     _paused: set[str] = field(default_factory=set)
+    _cut: set[str] = field(default_factory=set)
     _leaving: dict[str, float] = field(default_factory=dict)  # who was asked to end, and the patience for it
 
     def perform(self) -> list[str]:
@@ -128,6 +137,10 @@ class Play:
         self._back[name] = self._now + deed.down
         if deed.what == "kill":
             self.processes.kill(name)
+        elif deed.what == "cut":
+            assert self.net is not None
+            self._cut.add(name)
+            self.net.cut(name)
         elif deed.what == "pause":
             self._paused.add(name)
             process.send_signal(signal.SIGSTOP)
@@ -165,6 +178,10 @@ class Play:
             self._paused.discard(name)
             self.processes.running[name].send_signal(signal.SIGCONT)
             self._tell(f"SIGCONT {name}")
+        elif name in self._cut and self.net is not None:
+            self._cut.discard(name)
+            self.net.heal(name)
+            self._tell(f"{name} is connected again")
         else:
             self.start[name]()
             self._tell(f"{name} is started again")
@@ -175,9 +192,9 @@ class Play:
         status = self.processes.status()
         if not status:
             return
+        self.longest_wait = max(self.longest_wait, time.monotonic() - self._moved)
         if status["round"] > self.rounds:
             self.rounds, self._moved = status["round"], time.monotonic()
-        self.longest_wait = max(self.longest_wait, time.monotonic() - self._moved)
         nodes = ", ".join(f"{node['name']} {node['state']}" for node in status["nodes"])
         members = status["members"]
         self._tell(
@@ -192,7 +209,7 @@ class Play:
             self._back = dict.fromkeys(self._back, 0.0)
             self._supervise()
             time.sleep(LOOK)
-        limit = time.monotonic() + HEAL
+        limit = time.monotonic() + self.heal_seconds
         while not (status := self.processes.status()) and time.monotonic() < limit:
             self._supervise()
             time.sleep(LOOK)
@@ -209,7 +226,7 @@ class Play:
                         self._violation(f"{name} ended with code {code} after the last round")
             time.sleep(LOOK)
         for name in sorted(waiting):
-            self._violation(f"{name} still runs {HEAL:.0f} s after the last fault")
+            self._violation(f"{name} still runs {self.heal_seconds:.0f} s after the last fault")
 
 
 # ---------------------------------------------------------------- what must come out
@@ -269,7 +286,7 @@ def bugs(processes: Processes) -> list[str]:
     return [f"{name} wrote a traceback" for name in EVERYBODY if "Traceback" in processes.words(name)]
 
 
-# ---------------------------------------------------------------- a toy run
+# ---------------------------------------------------------------- whole runs
 
 
 def toy(folder: Path, deeds: Sequence[Deed], seconds: float, say: Callable[[str], None]) -> Play:
@@ -280,10 +297,53 @@ def toy(folder: Path, deeds: Sequence[Deed], seconds: float, say: Callable[[str]
         start[COORDINATOR] = processes.coordinator
         play = Play(processes, start, list(deeds), seconds, say)
         play.perform()
-        play.violations += bugs(processes)
+    return _judged(play, _toy_truth)
+
+
+def across_namespaces(
+    folder: Path, deeds: Sequence[Deed], seconds: float, say: Callable[[str], None]
+) -> Play:
+    """The same with each process in a network namespace: 10 Mbit/s, 1% of packets lost."""
+    make_folder(folder, NODES, FOREVER, **TOY)
+    with netns.Net(NODES, "10mbit") as net, netns.Site(folder, net) as site:
+        for name in NODES:
+            net.lose(name, 0.01)
+        start: dict[str, Callable[[], Any]] = {name: lambda n=name: site.join(n) for name in NODES}
+        start[COORDINATOR] = site.serve
+        play = Play(site, start, list(deeds), seconds, say, net)
+        play.perform()
+    return _judged(play, _toy_truth)
+
+
+def tiny_model(folder: Path, deeds: Sequence[Deed], seconds: float, say: Callable[[str], None]) -> Play:
+    """The same with a real language model of random weights, on loopback."""
+    from tests import tiny_chaos
+
+    tiny_chaos.make_folder(folder, NODES, FOREVER)
+    with Processes(folder) as processes:
+        words = ("--run", str(folder), "--threads", "1", "--name")
+        start: dict[str, Callable[[], Any]] = {
+            name: lambda n=name: processes.start(n, "esnode.daemon", *words, n) for name in NODES
+        }
+        start[COORDINATOR] = processes.coordinator
+        play = Play(processes, start, list(deeds), seconds, say, heal_seconds=3 * HEAL)
+        play.perform()
+    return _judged(play, tiny_chaos.load)
+
+
+def _toy_truth(folder: Path) -> Any:
+    lock = ledger.read(folder / "run.ledger").chain.lock
+    return toy_engine.ToyWorkshop(lock, "truth", 0.0)
+
+
+def _judged(play: Play, truth: Callable[[Path], Any]) -> Play:
+    """Add to a run's violations what its logs and its ledger show."""
+    folder = play.processes.folder
+    for name in EVERYBODY:
+        if "Traceback" in play.processes.words(name):
+            play.violations.append(f"{name} wrote a traceback")
     if not play.violations:
-        lock = ledger.read(folder / "run.ledger").chain.lock
-        play.violations += differences(folder / "run.ledger", toy_engine.ToyWorkshop(lock, "truth", 0.0))
+        play.violations += differences(folder / "run.ledger", truth(folder))
     return play
 
 
@@ -294,27 +354,36 @@ def main() -> int:
     )
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--gap", type=float, default=2.0, help="seconds between deeds, on average")
+    parser.add_argument("--netns", action="store_true", help="each process in its network namespace")
+    parser.add_argument("--tiny", action="store_true", help="a tiny language model instead of the toy engine")
     parser.add_argument("--keep", type=Path, help="a new folder for the run, kept")
     arguments = parser.parse_args()
+    if arguments.netns and netns.why_not():
+        print(netns.why_not())
+        return 1
     folder = arguments.keep or Path(tempfile.mkdtemp(prefix="chaos-"))
     seconds = 60 * arguments.minutes
-    play = toy(folder, schedule(arguments.seed, seconds), seconds, lambda line: print(line, flush=True))
-    final = ledger.read(folder / "run.ledger").chain.entries[-1].digest
-    rounds = ledger.read(folder / "run.ledger").chain.round
-    print(f"{len(play.deeds)} deeds, {rounds} rounds, no commit for {play.longest_wait:.0f} s at worst")
-    print(f"final digest {final:016x}")
+    act = across_namespaces if arguments.netns else tiny_model if arguments.tiny else toy
+    deeds = schedule(arguments.seed, seconds, arguments.gap, cuts=arguments.netns)
+    play = act(folder, deeds, seconds, lambda line: print(line, flush=True))
+    chain = ledger.read(folder / "run.ledger").chain
+    print(f"{len(deeds)} deeds, {chain.round} rounds, {chain.term} terms")
+    print(f"no commit for {play.longest_wait:.0f} s at worst; final digest {chain.entries[-1].digest:016x}")
     print(
         "\n".join(play.violations) or "equal to the fault-free run in every reward and digest, 0 manual steps"
     )
-    print(
-        f"{'FAIL' if play.violations else 'PASS'}; repeat with: python -m tests.chaos "
-        f"--minutes {arguments.minutes:g} --seed {arguments.seed}"
-    )
+    print(f"{'FAIL' if play.violations else 'PASS'}; repeat with: {' '.join(_repeat(arguments))}")
     if arguments.keep is None and not play.violations:
         shutil.rmtree(folder)
     else:
         print(f"the run's folder is {folder}")
     return 1 if play.violations else 0
+
+
+def _repeat(arguments: argparse.Namespace) -> Iterator[str]:
+    yield f"python -m tests.chaos --minutes {arguments.minutes:g} --seed {arguments.seed}"
+    yield f"--gap {arguments.gap:g}" + " --netns" * arguments.netns + " --tiny" * arguments.tiny
 
 
 if __name__ == "__main__":

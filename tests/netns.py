@@ -13,12 +13,15 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
-from tests.runs import ROOT, wait_for
+from tests.runs import ROOT, Processes, wait_for
 
 PREFIX = "esnode"
 TOOLS = ("ip", "tc", "iptables", "ip6tables")
 COORDINATOR = "coordinator"
+PORT = 7700
 
 
 @functools.cache
@@ -145,6 +148,32 @@ class Net:
         for tool in ("iptables", "ip6tables"):
             self.within(name, tool, how, "INPUT", "!", "-i", "lo", "-j", "DROP")
             self.within(name, tool, how, "OUTPUT", "!", "-o", "lo", "-j", "DROP")
+
+
+class Site(Processes):
+    """Processes spread over a `Net`: the coordinator listens on all its cables."""
+
+    def __init__(self, folder: Path, net: Net) -> None:
+        super().__init__(folder)
+        self.net = net
+        self.v6 = False
+
+    def serve(self) -> Any:
+        """The coordinator, in its namespace."""
+        bind = f"tcp://[::]:{PORT}" if self.v6 else f"tcp://0.0.0.0:{PORT}"
+        words = ("--data", str(self.folder), "--bind", bind)
+        return self.start("coordinator", "coordinator.server", *words, NETNS=self.net.space(COORDINATOR))
+
+    def join(self, name: str, address: str = "", *extra: str) -> Any:
+        """A toy node, in its namespace."""
+        words = ("--run", str(self.folder), "--name", name, "--threads", "1")
+        where = ("--coordinator", address or self.net.address(name, PORT, self.v6))
+        loader = ("--loader", "tests.toy_engine:load")
+        return self.start(name, "esnode.daemon", *words, *where, *loader, *extra, NETNS=self.net.space(name))
+
+    def node_state(self, name: str) -> dict[str, Any]:
+        """A node in the coordinator's eyes, {} when unknown."""
+        return next((node for node in self.status().get("nodes", []) if node["name"] == name), {})
 
 
 def _try(*words: str) -> subprocess.CompletedProcess[str]:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from protocol import ledger
-from tests import chaos, toy_engine
+from tests import chaos, netns, toy_engine
 from tests.runs import Processes, make_folder
 
 
-def story(path: Path, seed: int, seconds: float, gap: float = 2.0) -> None:
+def story(act: Callable[..., chaos.Play], path: Path, seed: int, seconds: float, gap: float = 2.0) -> None:
     """Chaos of a seed; the story is the message of a failure."""
     lines: list[str] = []
-    play = chaos.toy(path, chaos.schedule(seed, seconds, gap), seconds, lines.append)
+    deeds = chaos.schedule(seed, seconds, gap, cuts=act is chaos.across_namespaces)
+    play = act(path, deeds, seconds, lines.append)
     assert not play.violations, "\n".join([*lines, *play.violations])
 
 
@@ -46,9 +48,23 @@ def test_the_computed_truth_is_that_of_a_real_run(tmp_path: Path, monkeypatch: p
 
 
 def test_random_kills_pauses_and_restarts(tmp_path: Path) -> None:
-    story(tmp_path, seed=3, seconds=25, gap=1.5)
+    story(chaos.toy, tmp_path, seed=3, seconds=25, gap=1.5)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2400)
 def test_half_an_hour(tmp_path: Path) -> None:
-    story(tmp_path, seed=int(time.time()) % 10**6, seconds=1800)
+    story(chaos.toy, tmp_path, seed=int(time.time()) % 10**6, seconds=1800)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(bool(netns.why_not()), reason=netns.why_not() or "-")
+def test_ten_minutes_across_namespaces(tmp_path: Path) -> None:
+    story(chaos.across_namespaces, tmp_path, seed=int(time.time()) % 10**6, seconds=600)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_five_minutes_with_a_language_model(tmp_path: Path) -> None:
+    story(chaos.tiny_model, tmp_path, seed=int(time.time()) % 10**6, seconds=300, gap=10.0)

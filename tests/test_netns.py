@@ -5,58 +5,31 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from protocol import ledger
 from tests import chaos, netns, toy_engine
-from tests.runs import Processes, make_folder, wait_for
+from tests.netns import PORT, Site
+from tests.runs import make_folder, wait_for
 
 pytestmark = pytest.mark.skipif(bool(netns.why_not()), reason=netns.why_not() or "-")
 
-PORT = 7700
 RETURN_SECONDS = 5.0  # after a partition heals, until the node works again
-
-
-class Site(Processes):
-    """Processes spread over a `Net`: the coordinator listens on all its cables."""
-
-    net: netns.Net
-    v6 = False
-
-    def serve(self) -> Any:
-        """The coordinator, in its namespace."""
-        bind = f"tcp://[::]:{PORT}" if self.v6 else f"tcp://0.0.0.0:{PORT}"
-        words = ("--data", str(self.folder), "--bind", bind)
-        return self.start(
-            "coordinator", "coordinator.server", *words, NETNS=self.net.space(netns.COORDINATOR)
-        )
-
-    def join(self, name: str, address: str = "", *extra: str) -> Any:
-        """A toy node, in its namespace."""
-        words = ("--run", str(self.folder), "--name", name, "--threads", "1")
-        where = ("--coordinator", address or self.net.address(name, PORT, self.v6))
-        loader = ("--loader", "tests.toy_engine:load")
-        return self.start(name, "esnode.daemon", *words, *where, *loader, *extra, NETNS=self.net.space(name))
-
-    def node_state(self, name: str) -> dict[str, Any]:
-        """A node in the coordinator's eyes, {} when unknown."""
-        return next((node for node in self.status().get("nodes", []) if node["name"] == name), {})
-
-    def check(self) -> None:
-        """The ledger is whole and that of a run without faults."""
-        path = self.folder / "run.ledger"
-        lock = ledger.read(path).chain.lock
-        assert chaos.differences(path, toy_engine.ToyWorkshop(lock, "truth", 0.0)) == []
 
 
 @pytest.fixture
 def site(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Site]:
     """Two nodes and a coordinator; the parameter is the rate of the cables."""
-    with netns.Net(("n1", "n2"), getattr(request, "param", None)) as net, Site(tmp_path) as site:
-        site.net = net
+    with netns.Net(("n1", "n2"), getattr(request, "param", None)) as net, Site(tmp_path, net) as site:
         yield site
+
+
+def check(site: Site) -> None:
+    """The ledger is whole and that of a run without faults."""
+    path = site.folder / "run.ledger"
+    lock = ledger.read(path).chain.lock
+    assert chaos.differences(path, toy_engine.ToyWorkshop(lock, "truth", 0.0)) == []
 
 
 @pytest.mark.parametrize("site", ["10mbit"], indirect=True)
@@ -74,7 +47,7 @@ def test_far_slow_and_lossy(site: Site) -> None:
     site.kill("n1")
     site.join("n1", addresses["n1"])
     site.wait_end(90)
-    site.check()
+    check(site)
 
 
 @pytest.mark.parametrize("seconds", [20, pytest.param(60, marks=pytest.mark.slow)])
@@ -99,7 +72,7 @@ def test_a_partition_heals(site: Site, seconds: float) -> None:
     plan = site.folder / "plan.toml"
     plan.write_text(plan.read_text().replace("1000000", str(site.status()["round"] + 1)))
     site.wait_end(30)
-    site.check()
+    check(site)
 
 
 def test_an_isolated_coordinator_waits_and_goes_on(site: Site) -> None:
@@ -116,7 +89,7 @@ def test_an_isolated_coordinator_waits_and_goes_on(site: Site) -> None:
     wait_for(lambda: site.status()["round"] > stood, 30)
     assert time.monotonic() - healed <= RETURN_SECONDS
     site.wait_end(60)
-    site.check()
+    check(site)
 
 
 def test_ipv6(site: Site) -> None:
@@ -127,7 +100,7 @@ def test_ipv6(site: Site) -> None:
         site.join(name)
     site.wait_end(30)
     assert "connected to tcp://[fd77:" in site.words("n1")
-    site.check()
+    check(site)
 
 
 def test_a_firewall_that_drops_packets(site: Site) -> None:
