@@ -359,6 +359,7 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="a tiny language model instead of the toy engine")
     parser.add_argument("--keep", type=Path, help="a new folder for the run, kept")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # with nobody left behind
     if arguments.netns and netns.why_not():
         print(netns.why_not())
         return 1
