@@ -43,6 +43,7 @@ from coordinator.events import (
 from coordinator.gate import BindError, Gate
 from coordinator.journal import Journal, entries_of
 from coordinator.outputs import Outputs
+from coordinator.scrape import Scrape
 from coordinator.setup import Setup, publish_address, usual_address
 from protocol import logfile
 from protocol.entries import EntryKind, parse
@@ -60,8 +61,12 @@ SPARE_FILES = 64  # descriptors beyond one per node
 class Server:
     """One coordinator on one run folder. `run` returns the exit code."""
 
-    def __init__(self, setup: Setup, bind: str, plain: bool, log: logging.Logger) -> None:
+    def __init__(
+        self, setup: Setup, bind: str, plain: bool, log: logging.Logger, scrape: Scrape | None = None
+    ) -> None:
+        """Recall the journal and listen. `scrape`: the port for Prometheus, closed by `close`."""
         self._setup = setup
+        self._scrape = scrape
         self._log = log
         self._born = time.monotonic()
         self._journal = Journal(setup.folder / "coordinator" / "journal.sqlite", setup.lock.run_id)
@@ -126,6 +131,8 @@ class Server:
             now = time.monotonic()
             events = self._received(now)
             self._admin.serve()
+            if self._scrape is not None:
+                self._scrape.feed(self._status)
             if now >= next_tick:
                 events += self._ticked(now)
                 next_tick = now + TICK_SECONDS
@@ -189,6 +196,8 @@ class Server:
                     self._unit_bytes[effect.peer, message.unit] = size
             elif isinstance(effect, Note):
                 self._outputs.note(effect, **self._bytes_for(effect, event, acked))
+                if effect.kind == "commit" and self._scrape is not None:
+                    self._scrape.round_closed(effect.fields["seconds"])
             elif isinstance(effect, Stop):
                 self._stopped = effect
 
@@ -221,15 +230,19 @@ class Server:
             }
         }
 
+    def _status(self) -> dict[str, Any]:
+        """The core's picture and what only the process knows."""
+        return machine.status(self._state) | {
+            "address": self.address,
+            "pid": os.getpid(),
+            "uptime": round(time.monotonic() - self._born, 1),
+            "wire": self._gate.counts.as_dict(),
+        }
+
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """One request of the administration socket."""
         if request.get("op") == "status":
-            return machine.status(self._state) | {
-                "address": self.address,
-                "pid": os.getpid(),
-                "uptime": round(time.monotonic() - self._born, 1),
-                "wire": self._gate.counts.as_dict(),
-            }
+            return self._status()
         if request.get("op") == "stop":
             self.request_stop(str(request.get("reason", "stopped by the operator")))
             return {"ok": True}
@@ -237,6 +250,8 @@ class Server:
 
     def close(self) -> None:
         """Let go of everything; queued goodbyes may leave after a clean stop."""
+        if self._scrape is not None:
+            self._scrape.close()
         self._admin.close()
         self._gate.close(farewell=self._stopped is not None)
         self._context.term()
@@ -270,12 +285,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--bind", default="tcp://127.0.0.1:0", help="address to listen on; port 0 means any free port"
     )
     parser.add_argument("--plain", action="store_true", help="no encryption: tests on loopback only")
+    parser.add_argument("--metrics", metavar="[HOST:]PORT", help="serve numbers for Prometheus there")
     options = parser.parse_args(arguments)
     log: logging.Logger | None = None
     try:
         setup = Setup.load(options.data)
         log = logfile.start(options.data / "logs" / "coordinator.log", "coordinator")
-        return _serve(setup, options.bind, options.plain, log)
+        return _serve(setup, options, log)
     except UserError as error:
         logfile.last_words(log, str(error))
         return error.exit_code
@@ -288,9 +304,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_BUG
 
 
-def _serve(setup: Setup, bind: str, plain: bool, log: logging.Logger) -> int:
+def _serve(setup: Setup, options: argparse.Namespace, log: logging.Logger) -> int:
     raise_file_limit(len(setup.roster), log)
-    server = Server(setup, bind, plain, log)
+    scrape = Scrape(options.metrics) if options.metrics else None
+    if scrape is not None:
+        log.info("metrics at http://%s/metrics", scrape.address)
+    server = Server(setup, options.bind, options.plain, log, scrape)
 
     def stop(number: int, _frame: Any) -> None:
         signal.signal(number, lambda *_: os._exit(EXIT_INTERRUPTED))  # the journal survives anything

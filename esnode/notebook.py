@@ -86,8 +86,8 @@ class Notebook:
 
     def _set_aside_damage(self, run_id: bytes) -> None:
         path = self.folder / "node.ledger"
-        if not path.exists() or path.stat().st_size == 0:
-            return
+        if not path.exists() or ledger.MAGIC.startswith(path.read_bytes()):
+            return  # nothing, or no more than a beginning: killed before the first entry
         reading = ledger.read(path)
         if reading.chain.height and reading.chain.lock.run_id != run_id:
             raise NotebookError(f"{path} belongs to another run; give this run another folder or node name")

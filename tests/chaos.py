@@ -203,15 +203,18 @@ class Play:
         )
 
     def _heal(self) -> None:
-        """Everybody back, two more rounds, and the run has to end by itself."""
+        """Everybody back and at work, two more rounds, and the run has to end by itself."""
         self._tell("no more faults")
         while self._back or self._leaving:
             self._back = dict.fromkeys(self._back, 0.0)
             self._supervise()
             time.sleep(LOOK)
         limit = time.monotonic() + self.heal_seconds
-        while not (status := self.processes.status()) and time.monotonic() < limit:
+        while time.monotonic() < limit:
             self._supervise()
+            status = self.processes.status()
+            if sum(node["state"] == "ready" for node in status.get("nodes", [])) == len(NODES):
+                break  # who comes after the end would wait for a coordinator in vain
             time.sleep(LOOK)
         wanted = int(status.get("round", 0)) + 2
         plan = self.processes.folder / "plan.toml"

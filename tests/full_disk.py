@@ -22,7 +22,7 @@ from protocol import ledger
 from tests import chaos, toy_engine
 from tests.runs import ROOT, Processes, make_folder, wait_for
 
-DISK = "1500k"
+DISK = "16m"  # the journal keeps up to 4 MB of its write-ahead log
 TIMES = 5
 ROUNDS = 10**6
 SENTENCE = re.compile(r"^esnode: .*(space|disk|write|full|journal)", re.IGNORECASE)

@@ -61,6 +61,7 @@ PURE: dict[str, set[str]] = {
     "coordinator/limits.py": set(),
     "coordinator/machine.py": {"msgspec"},
     "coordinator/membership.py": {"msgspec"},
+    "coordinator/metrics.py": set(),
     "coordinator/picture.py": {"msgspec"},
     "coordinator/roster.py": {"msgspec"},
     "coordinator/row.py": set(),

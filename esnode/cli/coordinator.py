@@ -32,7 +32,8 @@ def coordinator() -> None:
     metavar="NAME",
     help="Make a key for this node under DATA/nodes and let it in; may be repeated.",
 )
-def serve(data: Path, plan: Path | None, bind: str, allow: tuple[str, ...]) -> None:
+@click.option("--metrics", metavar="[HOST:]PORT", help="Numbers for Prometheus there; loopback if no HOST.")
+def serve(data: Path, plan: Path | None, bind: str, allow: tuple[str, ...], metrics: str | None) -> None:
     """Coordinate the run in the folder --data until its last round, then exit.
 
     The folder is one of `esnode run`, or a new one made from --plan. Ctrl-C keeps everything; the same
@@ -53,5 +54,6 @@ def serve(data: Path, plan: Path | None, bind: str, allow: tuple[str, ...]) -> N
     begin.admit(folder, allow)
     # Another package, which must run without this one: a process of its own takes this one's place.
     command = [sys.executable, "-m", "coordinator.server", "--data", str(data), "--bind", bind]
+    command += ["--metrics", metrics] if metrics else []
     sys.stdout.flush()
     os.execv(sys.executable, command)
