@@ -10,12 +10,14 @@ from coordinator import machine
 from coordinator.events import Effect, Event
 from coordinator.state import State
 from esnode.nodestate import State as NodeState
-from protocol.entries import CommitBody, Entry, EntryKind, ScoreBody, parse
+from protocol.entries import GENESIS, CommitBody, Entry, EntryKind, ScoreBody, parse
 from protocol.lock import Lock
 from protocol.messages import Ack, Assign, Commit, Enrolled, Entries, Kind, Message, Result, Unit
 from tests import bounds
-from tests.replica import Truth
+from tests.replica import Truth, digest_of
+from tests.tree import Known, Tree
 
+Cell = tuple[int, int, int]  # kind, member, chunk
 SAMPLED = 25  # one batch of events in so many is looked at closely
 
 
@@ -42,34 +44,50 @@ class Checkers:
         self.lock = lock
         self.probes = probes
         self.truth = Truth(lock)
-        self.chain: dict[int, Entry] = {}  # height -> the only entry anybody may ever show there
+        self.tree = Tree(self.truth)
+        self.recovering = False  # whether a successor may leave a branch behind
         self.commits: dict[tuple[int, int], bytes] = {}  # (term, round) -> hash
         self.measured: dict[tuple[Unit, bytes], tuple[float, ...]] = {}
-        self.acked: set[tuple[int, int, int, int]] = set()  # (round, kind, member, chunk)
-        self.scored: set[int] = set()  # states with a held-out score
+        self.acked: dict[bytes, set[Cell]] = {}  # by the hash that names the state: chunks acknowledged
+        self.forgiven: set[bytes] = set()  # states whose acknowledged rewards went with a lost journal
         self.batches = 0
         self.let_in: set[bytes] = set()  # keys that were on the list when somebody was told
         self.honest = True  # whether every node measures and applies what it should
 
     # ------------------------------------------------------------ the chain
 
+    @property
+    def chain(self) -> list[Entry]:
+        """The entries of the branch with the highest term."""
+        return self.tree.chain()
+
+    @property
+    def ended(self) -> bool:
+        head = self.tree.head
+        return head is not None and head.entry.kind is EntryKind.END
+
+    @property
+    def digest(self) -> int:
+        """D of the state at the head."""
+        assert self.tree.head is not None
+        return digest_of(self.tree.head.master)
+
     def durable(self, height: int, raw: bytes) -> None:
-        """An entry is flushed, by the coordinator or a node."""
-        self._same(height, parse(raw))
-
-    def _same(self, height: int, entry: Entry) -> None:
-        held = self.chain.get(height)
-        if held is not None:
-            require(held.hash == entry.hash, f"two entries at height {height}: the chain forks")
+        """An entry is flushed by a coordinator."""
+        entry = parse(raw)
+        head, before = self.tree.head, self.tree.before(entry)
+        found = self.tree.add(entry)
+        if found is None:
             return
-        require(height == len(self.chain), f"entry {height} is shown before entry {len(self.chain)}")
-        self.chain[height] = entry
-        if isinstance(entry.body, CommitBody):
-            self._commit(entry, entry.body)
-        elif isinstance(entry.body, ScoreBody):
-            self._score(entry.body)
+        require(found.height == height, f"entry {height} is shown behind entry {found.height - 1}")
+        legal = before is head or (self.recovering and head is not None and entry.term > head.entry.term)
+        require(legal, f"two entries at height {height}: the chain forks")
+        if isinstance(entry.body, CommitBody) and before is not None:
+            self._commit(entry, entry.body, before)
+        elif isinstance(entry.body, ScoreBody) and before is not None:
+            self._score(entry.body, before)
 
-    def _commit(self, entry: Entry, body: CommitBody) -> None:
+    def _commit(self, entry: Entry, body: CommitBody, before: Known) -> None:
         key = (entry.term, entry.round)
         require(
             self.commits.setdefault(key, entry.hash) == entry.hash, f"two commits of term and round {key}"
@@ -77,29 +95,42 @@ class Checkers:
         indices = [member.index for member in body.members]
         require(len(indices) == len(set(indices)), f"round {entry.round}: a member counts twice")
         named = {*indices, *(index for index, _ in body.voids)}
-        for round, kind, index, chunk in self.acked:
-            what = f"acknowledged chunk {chunk} of member {index} of round {round} is lost"
-            require(round != entry.round or kind == Kind.PROBE or index in named, what)
+        for kind, index, chunk in self.acked.pop(before.closing, ()):
+            what = f"acknowledged chunk {chunk} of member {index} of round {entry.round} is lost"
+            legal = kind == Kind.PROBE or index in named or before.closing in self.forgiven
+            require(legal, what)
         if self.probes(entry.round):
-            require(entry.round in self.scored, f"round {entry.round} closed before its held-out probe")
+            require(entry.round in before.scored, f"round {entry.round} closed before its held-out probe")
         if self.honest:
-            self._replay(entry, body)
-        self.truth.commit(body)
+            self._replay(entry, body, before)
 
-    def _replay(self, entry: Entry, body: CommitBody) -> None:
+    def _replay(self, entry: Entry, body: CommitBody, before: Known) -> None:
         """D and every reward are what an independent replay finds."""
-        require(entry.digest == self.truth.digest(entry.round), f"round {entry.round}: D is not the replay's")
+        require(entry.digest == digest_of(before.master), f"round {entry.round}: D is not the replay's")
         for member in body.members:
-            right = self.truth.member_reward(entry.round, member.index)
+            right = self.truth.member_reward(before.master, entry.round, member.index)
             what = f"round {entry.round}: reward of {member.index} is not the measured one"
             require(member.reward == right, what)
 
-    def _score(self, body: ScoreBody) -> None:
-        right = self.truth.probe(body.state_round)
+    def _score(self, body: ScoreBody, before: Known) -> None:
+        right = self.truth.probe(before.master, body.state_round)
         same = (body.sums, body.correct) == (right.sums, right.correct)
         require(same or not self.honest, "a score is not the measured one")
-        require(body.state_round not in self.scored, "a state is scored twice")
-        self.scored.add(body.state_round)
+        require(body.state_round not in before.scored, "a state is scored twice")
+
+    def stored(self, name: str, held: Sequence[bytes], raws: Sequence[bytes]) -> None:
+        """A node puts entries behind those it holds."""
+        tip = parse(held[-1]).hash if held else GENESIS
+        for raw in raws:
+            entry = parse(raw)
+            require(entry.hash in self.tree.known, f"{name} stores an entry that no coordinator flushed")
+            require(entry.parent == tip, f"{name} stores an entry that does not follow its last")
+            tip = entry.hash
+
+    def whole(self, raws: Sequence[bytes]) -> bool:
+        """Whether a node's ledger is the run's."""
+        head = self.tree.head
+        return bool(raws) and head is not None and raws[-1] == head.entry.raw
 
     # ------------------------------------------------------------ messages
 
@@ -114,21 +145,21 @@ class Checkers:
             key = (message.unit, message.parent)
             right = self.measured.setdefault(key, message.sums)
             require(right == message.sums, f"{message.unit} was measured twice with different sums")
-        elif isinstance(message, Ack) and message.verdict == "ok":
-            unit = message.unit
-            chunks = range(unit.first, unit.last + 1)
-            self.acked |= {(unit.round, unit.kind, unit.member, chunk) for chunk in chunks}
+        elif isinstance(message, Ack) and message.verdict == "ok" and coordinator is not None:
+            self.acked.setdefault(_state_of(coordinator, message.unit.round), set()).update(
+                _cells(message.unit)
+            )
         elif isinstance(message, Enrolled):
             require(coordinator is not None, "only the coordinator lets anybody in")
             self.let_in |= set(coordinator.allowed) if coordinator else set()
         elif isinstance(message, Assign) and coordinator is not None:
             unit = message.unit
-            cells = [(unit.round, unit.kind, unit.member, k) for k in range(unit.first, unit.last + 1)]
-            require(not set(cells) <= self.acked, f"{unit} is assigned although all of it was acknowledged")
+            known = self.acked.get(_state_of(coordinator, unit.round), set())
+            require(not _cells(unit) <= known, f"{unit} is assigned although all of it was acknowledged")
 
     def _shown(self, height: int, raw: bytes) -> None:
-        require(height in self.chain, f"entry {height} is sent before it is flushed")
-        require(self.chain[height].raw == raw, f"entry {height} is sent in two versions")
+        known = self.tree.known.get(parse(raw).hash)
+        require(known is not None and known.height == height, f"entry {height} is sent before it is flushed")
 
     # ------------------------------------------------------------ states
 
@@ -140,12 +171,12 @@ class Checkers:
         round = state.round
         if round is None:
             return
-        for number, kind, member, chunk in self.acked:
-            if number != round.number or (kind == Kind.PROBE and round.probe is None):
+        for kind, member, chunk in self.acked.get(round.parent, ()):
+            if kind == Kind.PROBE and round.probe is None:
                 continue
             cells = round.probe if kind == Kind.PROBE else round.members[member]
             require(
-                cells is not None and cells.sums[chunk] is not None,
+                cells is not None and (cells.sums[chunk] is not None or round.parent in self.forgiven),
                 f"acknowledged chunk {chunk} is forgotten",
             )
         free = sum(cells.free for cells in round.members)
@@ -235,12 +266,18 @@ class Checkers:
             )
             require(same, "the journal recalls other rewards")
 
-    def replica(self, commits: int, digest: int, name: str) -> None:
-        """A node's master after some commits."""
+    def replica(self, entry: Entry, digest: int, name: str) -> None:
+        """A node's master after an entry."""
         if self.honest:
-            what = f"{name} differs from the replay after {commits} rounds"
-            require(digest == self.truth.digest(commits), what)
+            right = digest_of(self.tree.known[entry.hash].master)
+            require(digest == right, f"{name} differs from the replay after entry {entry.round}")
 
-    @property
-    def ended(self) -> bool:
-        return bool(self.chain) and self.chain[len(self.chain) - 1].kind is EntryKind.END
+
+def _cells(unit: Unit) -> set[Cell]:
+    return {(unit.kind, unit.member, chunk) for chunk in range(unit.first, unit.last + 1)}
+
+
+def _state_of(coordinator: State, round: int) -> bytes:
+    """The hash that names the state after so many commits of a coordinator's chain."""
+    chain = coordinator.chain
+    return chain.commits[round - 1].hash if round else chain.entries[0].hash

@@ -32,6 +32,11 @@ ALPHA = 0.05
 Weights = NDArray[np.float32]
 
 
+def digest_of(master: Weights) -> int:
+    """D."""
+    return noise.digest(master, KEY)
+
+
 def base() -> Weights:
     """The checkpoint every run starts from."""
     return np.asarray((np.arange(SIZE) * 37 % 101 - 50) / 500, np.float32)
@@ -151,34 +156,30 @@ class Replica:
 
 
 class Truth:
-    """An independent replay: what every replica must be after each commit, and each member's reward."""
+    """An independent replay, one member after the other: what a commit makes of a master, and each reward."""
 
     def __init__(self, lock: Lock) -> None:
         self.lock = lock
-        self.masters = [base()]
+        self.base = base()
 
-    def digest(self, commits: int) -> int:
-        """D after this many commits."""
-        return noise.digest(self.masters[commits], KEY)
-
-    def member_reward(self, round: int, member: int) -> float:
+    def member_reward(self, master: Weights, round: int, member: int) -> float:
         """fsum(chunk sums) / prompts, measured on the true master of the round."""
         unit = Unit(round, Kind.MEMBER, member, 0, self.lock.chunk_count(Kind.MEMBER) - 1)
-        return math.fsum(measure(self.lock, self.masters[round], unit).sums) / self.lock.per_round
+        return math.fsum(measure(self.lock, master, unit).sums) / self.lock.per_round
 
-    def probe(self, round: int) -> Outcome:
+    def probe(self, master: Weights, round: int) -> Outcome:
         """The held-out result of the true master after `round` commits."""
         unit = Unit(round, Kind.PROBE, 0, 0, self.lock.chunk_count(Kind.PROBE) - 1)
-        return measure(self.lock, self.masters[round], unit)
+        return measure(self.lock, master, unit)
 
-    def commit(self, body: CommitBody) -> None:
-        """Move the true master by one commit, one member after the other."""
-        lock, master = self.lock, self.masters[-1]
+    def moved(self, master: Weights, body: CommitBody) -> Weights:
+        """The master after one more commit."""
+        lock = self.lock
         found = coefficients([m.reward for m in body.members], body.alpha, "zscore")
-        if found is not None:
-            a = np.zeros(SIZE, np.int64)
-            for member, c in zip(body.members, found.c, strict=True):
-                sign = seeds.member_sign(member.index, lock.mirrored)
-                a += sign * c * noise.integers(member.seed, KEY, 0, SIZE).astype(np.int64)
-            master = noise.update(master, a.astype(np.int32), found.shift)
-        self.masters.append(master)
+        if found is None:
+            return master
+        a = np.zeros(SIZE, np.int64)
+        for member, c in zip(body.members, found.c, strict=True):
+            sign = seeds.member_sign(member.index, lock.mirrored)
+            a += sign * c * noise.integers(member.seed, KEY, 0, SIZE).astype(np.int64)
+        return noise.update(master, a.astype(np.int32), found.shift)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import esnode.events as ne
 from esnode import node
-from protocol.entries import EntryKind
 from protocol.messages import Bye, Enrol, Enrolled, Kind, Message, Refuse, Unit
 from tests.actors import Actor
 from tests.checkers import require
@@ -145,7 +144,7 @@ class SimNode(Actor):
             case ne.Apply(entries):
                 digests = self.replica.apply(entries)
                 for entry, digest in zip(entries, digests, strict=True):
-                    world.checkers.replica(entry.round + (entry.kind is EntryKind.COMMIT), digest, self.name)
+                    world.checkers.replica(entry, digest, self.name)
                 ms = 20 * len(entries)
                 self.later(ms / 1000, lambda: self.step(ne.EntriesApplied(self.clock, digests, ms)))
             case ne.Rewind():
@@ -165,8 +164,7 @@ class SimNode(Actor):
 
     def _store(self, first: int, raws: tuple[bytes, ...]) -> None:
         require(first <= len(self.disk.raws), f"{self.name} stores entry {first} behind a gap")
-        for height, raw in enumerate(raws, first):
-            require(self.world.checkers.chain[height].raw == raw, "a node stores another chain")
+        self.world.checkers.stored(self.name, self.disk.raws[:first], raws)
         if not self.out_of_room():
             self.disk.raws[first:] = raws
 

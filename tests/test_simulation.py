@@ -13,7 +13,7 @@ from tests.world import World
 
 
 def commits(world: World) -> list[CommitBody]:
-    return [entry.body for entry in world.checkers.chain.values() if isinstance(entry.body, CommitBody)]
+    return [entry.body for entry in world.checkers.chain if isinstance(entry.body, CommitBody)]
 
 
 def tips(world: World) -> set[bytes]:
@@ -26,9 +26,9 @@ def tips(world: World) -> set[bytes]:
 def test_a_quiet_run() -> None:
     world = World(seed=1, nodes=3, rounds=4)
     world.run()
-    kinds = [entry.kind for entry in world.checkers.chain.values()]
+    kinds = [entry.kind for entry in world.checkers.chain]
     assert kinds[0] is EntryKind.LOCK and kinds[-1] is EntryKind.END and kinds.count(EntryKind.COMMIT) == 4
-    scores = [e.body for e in world.checkers.chain.values() if isinstance(e.body, ScoreBody)]
+    scores = [e.body for e in world.checkers.chain if isinstance(e.body, ScoreBody)]
     assert [body.state_round for body in scores] == [0, 2, 4]
     assert len(tips(world)) == 1
     assert {m.evaluator for body in commits(world) for m in body.members} == {0, 1, 2}, "all of them worked"
@@ -39,7 +39,7 @@ def test_the_weights_do_not_depend_on_the_pool() -> None:
     for seed, nodes in enumerate((1, 2, 5)):
         world = World(seed, nodes=nodes, rounds=3, mirrored=True)
         world.run()
-        digests.add(world.checkers.truth.digest(3))
+        digests.add(world.checkers.digest)
     assert len(digests) == 1
 
 
@@ -78,9 +78,9 @@ def test_the_coordinator_dies_between_flush_and_send() -> None:
 
     world.coordinator.crash_when = crash
     world.run()
-    first = next(entry for entry in world.checkers.chain.values() if entry.kind is EntryKind.COMMIT)
+    first = next(entry for entry in world.checkers.chain if entry.kind is EntryKind.COMMIT)
     assert first.hash == died[0] and first.term == 1
-    assert world.checkers.chain[len(world.checkers.chain) - 1].term == 2
+    assert world.checkers.chain[-1].term == 2
 
 
 def test_the_coordinator_dies_in_the_flush_of_a_commit() -> None:
@@ -99,7 +99,7 @@ def test_the_coordinator_dies_in_the_flush_of_a_commit() -> None:
 
     world.coordinator.crash_when = crash
     world.run()
-    first = next(entry for entry in world.checkers.chain.values() if entry.kind is EntryKind.COMMIT)
+    first = next(entry for entry in world.checkers.chain if entry.kind is EntryKind.COMMIT)
     assert first.hash != died[0] and first.term == 2
 
 

@@ -13,7 +13,7 @@ DAY = 86_400.0
 
 
 def commits(world: World) -> list[CommitBody]:
-    return [entry.body for entry in world.checkers.chain.values() if isinstance(entry.body, CommitBody)]
+    return [entry.body for entry in world.checkers.chain if isinstance(entry.body, CommitBody)]
 
 
 def test_one_half_of_the_pool_goes_on_while_the_other_is_cut_off() -> None:

@@ -261,7 +261,7 @@ class World:
             return True
         if sim.stopped and sim.stopped[1]:
             return True
-        return self.checkers.ended and len(sim.disk.raws) == len(self.checkers.chain)
+        return self.checkers.ended and self.checkers.whole(sim.disk.raws)
 
     @property
     def finished(self) -> bool:
