@@ -27,6 +27,7 @@ from protocol.keys import KEY_BYTES
 from protocol.messages import BlobAsk, Enrol, Enrolled, Hello, Message, Refuse, Rehello
 
 UNKNOWN = "unknown"  # the peer of a refusal when no admitted key was proved
+SHARED_BYTES = 1024  # a larger body is not copied per peer
 NEWCOMERS = "newcomers"  # the peers behind invites
 _PENDING_NEWCOMERS = 4096  # connections that wait for the answer to an Enrol: for one turn of the server
 _MANY_PARTS = (
@@ -66,6 +67,7 @@ class Gate:
         self._limits = {True: Limits(NODE), False: Limits(NEWCOMER)}
         self._now = 0.0
         self._last: tuple[Message, bytes] | None = None
+        self._shared: zmq.Frame | None = None  # the body of `_last` when it is large: one copy for all peers
         self._zap = context.socket(zmq.REP)
         self._zap.linger = 0
         self._zap.bind("inproc://zeromq.zap.01")
@@ -246,14 +248,20 @@ class Gate:
 
     def _encode(self, message: Message) -> bytes:
         if self._last is None or self._last[0] is not message:  # a commit goes to everybody: encode it once
-            self._last = (message, wire.encode(message))
+            body = wire.encode(message)
+            self._last = (message, body)
+            self._shared = zmq.Frame(body) if len(body) > SHARED_BYTES else None
         return self._last[1]
 
     def _send_to(self, route: bytes, message: Message) -> int:
         kind = type(message).__name__
         body = self._encode(message)
         try:
-            self._router.send_multipart([route, body], zmq.NOBLOCK)
+            self._router.send(route, zmq.NOBLOCK | zmq.SNDMORE)
+            if self._shared is None:
+                self._router.send(body, zmq.NOBLOCK)
+            else:
+                self._router.send(self._shared, zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise

@@ -8,15 +8,17 @@ Called by `machine.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
+from msgspec.structs import replace
 
 from coordinator.membership import SUSPECT_AFTER, Lease, Node, median_pace
 from coordinator.rounds import Cells, Round
 from protocol.lock import Lock
 from protocol.messages import Kind, Unit
 
+WORTH = 0.1  # seconds that doing a unit twice must save at least
 OVERDUE = 1.5  # a unit that takes this many times its usual seconds may take as long again
 
 
@@ -77,32 +79,67 @@ def _free_run(cells: Cells, width: int) -> tuple[int, int]:
 # ---------------------------------------------------------------- the tail
 
 
-def rescue(
-    round: Round, lock: Lock, nodes: Iterable[Node], idle: Node, now: float
-) -> tuple[Rescue | None, str]:
+class Outstanding(msgspec.Struct, frozen=True):
+    """A unit in work: who holds it, and the seconds from now until it should begin and end there."""
+
+    victim: Node
+    lease: Lease
+    begin: float  # 0 for the running one
+    end: float
+    waits: bool
+
+
+class Tail(msgspec.Struct, frozen=True):
+    """Everything in work, the slowest first, and the pool's usual pace: what idle nodes choose from."""
+
+    waiting: tuple[Outstanding, ...]
+    running: tuple[Outstanding, ...]
+    usual: float | None
+
+    def without(self, victim: bytes, unit: Unit) -> Tail:
+        """What is left after a waiting unit has been taken back."""
+        kept = tuple(row for row in self.waiting if (row.victim.key, row.lease.unit) != (victim, unit))
+        return replace(self, waiting=kept)
+
+
+def tail(nodes: Iterable[Node], now: float) -> Tail:
+    """One look at everybody's work."""
+    everybody = list(nodes)
+    usual = median_pace(everybody)
+    rows = [row for node in everybody if node.leases for row in _work_of(node, usual, now)]
+    rows.sort(key=lambda row: (-row.end, row.victim.number or 0))
+    waiting = tuple(row for row in rows if row.waits and not row.lease.progress)
+    return Tail(waiting, tuple(row for row in rows if not row.waits), usual)
+
+
+def _work_of(node: Node, usual: float | None, now: float) -> Iterator[Outstanding]:
+    end = _left(node, node.leases[0], usual, now)
+    yield Outstanding(node, node.leases[0], 0.0, end, False)
+    for lease in node.leases[1:]:
+        begin, end = end, end + _pace(node, usual) * _chunks(lease.unit)
+        yield Outstanding(node, lease, begin, end, True)
+
+
+def rescue(round: Round, lock: Lock, tail: Tail, idle: Node) -> tuple[Rescue | None, str]:
     """What an idle node takes over when nothing is free: waiting units first, then the slowest running one.
 
     It is taken only when that should end it sooner, by the seconds per chunk observed of both nodes.
     """
-    pool = [node for node in nodes if node.key != idle.key and node.leases]
-    usual = median_pace([*pool, idle])
-    waiting = [
-        (end, victim, lease, before)
-        for victim in pool
-        for end, lease, before in _waiting(victim, usual, now)
-        if _useful(round, lease.unit, idle)
-    ]
-    for end, victim, lease, before in sorted(waiting, key=lambda row: (-row[0], row[1].number or 0)):
-        take, keep = _share(lock, _missing(round, lease.unit), idle, victim, usual, before, end)
+    for row in tail.waiting:
+        if not _useful(round, row.lease.unit, idle):
+            continue
+        take, keep = _share(lock, _missing(round, row.lease.unit), idle, row, tail.usual)
         if take is not None:
-            return Rescue(
-                take, victim.key, lease.unit, keep
-            ), f"{victim.name} would have ended it in {end:.0f} s"
-    running = [(_left(v, v.leases[0], usual, now), v) for v in pool if _useful(round, v.leases[0].unit, idle)]
-    for left, victim in sorted(running, key=lambda row: (-row[0], row[1].number or 0)):
-        unit = _missing(round, victim.leases[0].unit)
-        if _single(round, unit) and left > _pace(idle, usual) * _chunks(unit):
-            return Rescue(unit), f"{victim.name} seems to need {left:.0f} s more"
+            reason = f"{row.victim.name} would have ended it in {row.end:.0f} s"
+            return Rescue(take, row.victim.key, row.lease.unit, keep), reason
+    for row in tail.running:
+        if row.end <= WORTH:
+            break
+        if not _useful(round, row.lease.unit, idle):
+            continue
+        unit = _missing(round, row.lease.unit)
+        if _single(round, unit) and row.end > _pace(idle, tail.usual) * _chunks(unit):
+            return Rescue(unit), f"{row.victim.name} seems to need {row.end:.0f} s more"
     return None, "nothing would end sooner here"
 
 
@@ -127,18 +164,6 @@ def _left(node: Node, lease: Lease, usual: float | None, now: float) -> float:
     return elapsed if elapsed > OVERDUE * expected else max(expected - elapsed, 0.0)
 
 
-def _waiting(node: Node, usual: float | None, now: float) -> list[tuple[float, Lease, float]]:
-    """(expected end, lease, expected begin) of every unit the node has not begun, in seconds from now."""
-    rows = []
-    before = _left(node, node.leases[0], usual, now)
-    for lease in node.leases[1:]:
-        end = before + _pace(node, usual) * _chunks(lease.unit)
-        if not lease.progress:
-            rows.append((end, lease, before))
-        before = end
-    return rows
-
-
 def _useful(round: Round, unit: Unit, idle: Node) -> bool:
     cells = round.cells(unit)
     return cells is not None and round.needs(unit) and idle.number not in cells.failures
@@ -161,17 +186,17 @@ def _missing(round: Round, unit: Unit) -> Unit:
 
 
 def _share(
-    lock: Lock, unit: Unit, idle: Node, victim: Node, usual: float | None, before: float, end: float
+    lock: Lock, unit: Unit, idle: Node, row: Outstanding, usual: float | None
 ) -> tuple[Unit | None, Unit | None]:
     """How a waiting unit is shared: (what the idle node takes, what the other keeps); (None, None): not.
 
     The idle node takes the later part, as much as lets both end together; all of it where it must stay whole.
     """
-    n, mine, theirs = _chunks(unit), _pace(idle, usual), _pace(victim, usual)
+    n, mine, theirs, end = _chunks(unit), _pace(idle, usual), _pace(row.victim, usual), row.end
     take = n
     if lock.repeatable and unit.kind == Kind.MEMBER and end != float("inf"):
         take = max(1, min(n, int(end / (mine + theirs) + 0.5)))
-    rest = before + theirs * (n - take) if take < n else 0.0
+    rest = row.begin + theirs * (n - take) if take < n else 0.0
     if max(rest, mine * take) >= end:
         return None, None
     keep = Unit(unit.round, unit.kind, unit.member, unit.first, unit.last - take) if take < n else None

@@ -222,7 +222,7 @@ def _on_hello(turn: Turn, peer: bytes, hello: Hello) -> None:
     if turn.over:
         return
     work.reconcile(turn, peer, dict.fromkeys(hello.units, 0))
-    turn.census()
+    turn.count_in(turn.nodes[peer])
     work.close(turn)
     work.assign(turn, [peer])
 

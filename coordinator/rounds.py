@@ -78,7 +78,7 @@ class Round(msgspec.Struct, frozen=True):
             found = self.probe if unit.member == 0 else None
         else:
             found = self.members[unit.member] if unit.member < len(self.members) else None
-        return found if found and unit.first <= unit.last < len(found.sums) else None
+        return found if found is not None and unit.first <= unit.last < len(found.sums) else None
 
     def needs(self, unit: Unit) -> bool:
         """Whether a result of this unit would still change something."""

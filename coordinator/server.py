@@ -9,6 +9,7 @@ in one sentence on stderr, 70 a bug.
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import resource
@@ -55,6 +56,7 @@ TICK_SECONDS = 0.25
 BATCH = 512  # frames per turn: one flush for all of them
 EXIT_BUG = 70
 EXIT_INTERRUPTED = 130
+GC_AFTER = 50_000  # new objects between looks for cycles
 SPARE_FILES = 64  # descriptors beyond one per node
 
 
@@ -317,6 +319,8 @@ def _serve(setup: Setup, options: argparse.Namespace, log: logging.Logger) -> in
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
+    gc.freeze()  # what a start has read lives as long as the process
+    gc.set_threshold(GC_AFTER)  # values hold no cycles: looking at all of them often would find nothing
     try:
         return server.run()
     finally:

@@ -66,6 +66,7 @@ class State(msgspec.Struct, frozen=True):
     numbers: Mapping[bytes, int] = msgspec.field(default_factory=dict)  # CURVE key -> roster number
     ready: int = 0  # nodes that may take units, as of the last tick or membership event
     alive: tuple[int, ...] = ()  # roster numbers of the nodes that are there at all, likewise
+    looked: float = float("-inf")  # when idle nodes last looked for something to take over
     selftest: bytes = b""  # what the pool's kernels answer
     counters: Mapping[str, int] = msgspec.field(default_factory=dict)
     refusals: tuple[str, ...] = ()  # the last few, in words

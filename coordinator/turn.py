@@ -109,6 +109,10 @@ class Turn:
         return self._state.ready
 
     @property
+    def looked(self) -> float:
+        return self._state.looked
+
+    @property
     def alive(self) -> tuple[int, ...]:
         return self._state.alive
 
@@ -264,6 +268,12 @@ class Turn:
         """End all leases of a node."""
         for lease in self.nodes[key].leases:
             self.take(key, lease.unit)
+
+    def count_in(self, node: Node) -> None:
+        """Who is there, after one node has come."""
+        if alive(node, self.now) and node.number not in self.alive:
+            assert node.number is not None
+            self.set(alive=tuple(sorted((*self.alive, node.number))))
 
     def census(self) -> None:
         """Recount who is there."""

@@ -12,13 +12,16 @@ from msgspec.structs import replace
 
 from coordinator import leases, membership, rounds
 from coordinator.events import ResultAccepted, UnitFailed
+from coordinator.leases import Rescue
 from coordinator.membership import READY, Lease
 from coordinator.turn import Turn
 from protocol.entries import EndBody
 from protocol.messages import Ack, Assign, Cancel, Failed, Result, Unit
 
 QUEUE = 2  # units a node holds: one running, one waiting
-RESCUES = 16  # idle nodes helped per event: bounds the work of one step
+RESCUES = 16  # idle nodes that take something over per look: bounds the work of one step
+LOOK_SECONDS = 2e-4  # per node of the pool, from one look at everybody's work to the next
+SMALL_POOL = 16  # nodes up to which every event may look
 MAX_NOTE = 200  # characters of a node's words that are kept
 
 # ---------------------------------------------------------------- results
@@ -85,17 +88,17 @@ def _accept(turn: Turn, peer: bytes, result: Result) -> None:
         floored=result.floored,
     )
     cells = round.cells(unit)
-    freed = _drop_useless(turn) if cells and any(cells.leases) else []
+    freed = _drop_useless(turn, unit.member) if cells and any(cells.leases) else []
     close(turn)
     assign(turn, None if turn.chain.round > round.number else [peer, *freed])
 
 
-def _drop_useless(turn: Turn) -> list[bytes]:
-    """Take back every leased unit whose result would change nothing any more."""
+def _drop_useless(turn: Turn, *members: int) -> list[bytes]:
+    """Take back every leased unit of these members whose result would change nothing any more."""
     freed = []
     for key, node in turn.nodes.items():
         for lease in node.leases:
-            if not turn.round.needs(lease.unit):
+            if lease.unit.member in members and not turn.round.needs(lease.unit):
                 turn.take(key, lease.unit, tell=True)
                 freed.append(key)
     return freed
@@ -134,7 +137,7 @@ def give_up(turn: Turn, only: Unit | None = None) -> None:
             turn.round = rounds.void(turn.round, unit, reason, turn.lock.mirrored)
             turn.count("void")
             turn.note("void", round=unit.round, kind=unit.kind, member=unit.member, reason=reason)
-            _drop_useless(turn)
+            _drop_useless(turn, unit.member, unit.member ^ 1)
 
 
 def close(turn: Turn) -> None:
@@ -187,9 +190,7 @@ def assign(turn: Turn, keys: Iterable[bytes] | None = None) -> None:
         for key in chosen:
             if len(turn.nodes[key].leases) < depth:
                 _give_next(turn, key)
-    idle = [key for key in chosen if not turn.nodes[key].leases]
-    for key in idle[:RESCUES]:
-        _rescue(turn, key)
+    _help_out(turn, [key for key in chosen if not turn.nodes[key].leases])
 
 
 def _may_work(turn: Turn, key: bytes) -> bool:
@@ -203,11 +204,22 @@ def _give_next(turn: Turn, key: bytes) -> None:
         turn.give(key, unit)
 
 
-def _rescue(turn: Turn, key: bytes) -> None:
-    """Let an idle node take over at the tail of the round."""
-    found, reason = leases.rescue(turn.round, turn.lock, turn.nodes.values(), turn.nodes[key], turn.now)
-    if found is None:
+def _help_out(turn: Turn, idle: list[bytes]) -> None:
+    """Let idle nodes take over at the tail of the round. In a large pool a look at everybody is rationed."""
+    pause = LOOK_SECONDS * len(turn.nodes) if len(turn.nodes) > SMALL_POOL else 0.0
+    if not idle or turn.now - turn.looked < pause:
         return
+    turn.set(looked=turn.now)
+    tail = leases.tail(turn.nodes.values(), turn.now)
+    for key in idle[:RESCUES]:
+        found, reason = leases.rescue(turn.round, turn.lock, tail, turn.nodes[key])
+        if found is not None:
+            _take_over(turn, key, found, reason)
+            if found.victim is not None and found.old is not None:
+                tail = tail.without(found.victim, found.old)
+
+
+def _take_over(turn: Turn, key: bytes, found: Rescue, reason: str) -> None:
     if found.victim is not None and found.old is not None:
         turn.take(found.victim, found.old, tell=True)
         if found.keep is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from functools import lru_cache
 
 U64 = 1 << 64
 RUN_ID_BYTES = 32
@@ -46,6 +47,7 @@ def tensor_keys(names: Iterable[str]) -> dict[str, int]:
     return {name: key for key, name in owners.items()}
 
 
+@lru_cache(maxsize=8192)  # two rounds of the largest population: a seed is asked for several times
 def member_seed(run_id: bytes, round: int, member: int, mirrored: bool) -> int:
     """u64 noise seed of a member. Mirrored members 2k and 2k+1 are sides of one noise and share a seed."""
     noise = member // 2 if mirrored else member

@@ -280,7 +280,7 @@ def test_an_idle_node_shares_a_waiting_unit_by_speed() -> None:
     slow = replace(node(lock, "slow", 0, member(0), member(1), pace=3.0), heard=11.0)
     fast = node(lock, "fast", 1, pace=1.0)
     round = leased(filled(lock, round, 2, 3), slow)
-    found, reason = leases.rescue(round, lock, [slow, fast], fast, now=11.0)
+    found, reason = leases.rescue(round, lock, leases.tail([slow, fast], 11.0), fast)
     assert found is not None and found.victim == slow.key and found.old == member(1)
     assert found.unit == member(1, 1, 3) and found.keep == member(1, 0, 0), "4 s there, 3 s here"
     assert "slow would have ended it in 13 s" in reason
@@ -291,7 +291,7 @@ def test_chunks_that_are_in_already_are_not_handed_on() -> None:
     slow = node(lock, "slow", 0, member(0), member(1, 0, 1), pace=3.0)
     idle = node(lock, "idle", 1, pace=3.0)
     round = rounds.fill(leased(round, slow), 1, result(lock, member(1, 0, 0), parent=round.parent))
-    found, _ = leases.rescue(round, lock, [slow, idle], idle, now=1.0)
+    found, _ = leases.rescue(round, lock, leases.tail([slow, idle], 1.0), idle)
     assert found is not None and (found.unit, found.keep) == (member(1, 1, 1), None)
 
 
@@ -301,12 +301,13 @@ def test_the_slowest_running_unit_is_doubled_once_and_only_if_that_helps() -> No
     slower = node(lock, "slower", 1, member(1), pace=20.0)
     idle = node(lock, "idle", 2, pace=1.0)
     round = leased(filled(lock, round, 2, 3), slow, slower)
-    found, _ = leases.rescue(round, lock, [slow, slower, idle], idle, now=1.0)
+    found, _ = leases.rescue(round, lock, leases.tail([slow, slower, idle], 1.0), idle)
     assert found == leases.Rescue(member(1))
     again = rounds.lease(round, member(1), 1)
-    assert leases.rescue(again, lock, [slow, slower, idle], idle, now=1.0)[0] == leases.Rescue(member(0))
+    found, _ = leases.rescue(again, lock, leases.tail([slow, slower, idle], 1.0), idle)
+    assert found == leases.Rescue(member(0))
     lazy = node(lock, "idle", 2, pace=50.0)
-    assert leases.rescue(round, lock, [slow, slower, lazy], lazy, now=1.0)[0] is None
+    assert leases.rescue(round, lock, leases.tail([slow, slower, lazy], 1.0), lazy)[0] is None
 
 
 def test_what_a_silent_node_holds_is_doubled_at_once() -> None:
@@ -314,7 +315,7 @@ def test_what_a_silent_node_holds_is_doubled_at_once() -> None:
     silent = node(lock, "silent", 0, member(0), pace=1.0)
     idle = replace(node(lock, "idle", 1, pace=5.0), heard=7.0)
     round = leased(filled(lock, round, 1), silent)
-    assert leases.rescue(round, lock, [silent, idle], idle, now=7.0)[0] == leases.Rescue(member(0))
+    assert leases.rescue(round, lock, leases.tail([silent, idle], 7.0), idle)[0] == leases.Rescue(member(0))
 
 
 @pytest.mark.parametrize(
