@@ -29,6 +29,7 @@ from protocol import wire
 from protocol.entries import public_key
 from protocol.messages import Message
 from protocol.plan import Ops
+from tests import words
 from tests.actors import COORDINATOR, Actor, CrashPoint, SimCoordinator
 from tests.checkers import Checkers, Violation, require
 from tests.network import LOST, QUIET, Faults, Network
@@ -62,7 +63,7 @@ class World:
         self.lock = make_lock(public_key(self.signing_key), **lock)
         self.ops = Ops(rounds=rounds, **{"eval_every": 2, **(ops or {})})
         self.checkers = Checkers(self.lock, lambda state: probe_due(self.lock, self.ops, state)[0])
-        self.lines: list[str] = []  # the story, for people
+        self.story: list[tuple[float, str, str, bool]] = []  # (when, who, words, fit for a transcript)
         self.notes: list[tuple[str, str, Mapping[str, Any]]] = []
         self.coming = 0  # starts that are scheduled
         self.gone: set[str] = set()  # nodes that go for good
@@ -79,7 +80,8 @@ class World:
         self.coordinator = SimCoordinator(self)
         for actor in self.actors:
             self.start(actor, 0.0)
-        self.at(faults.until, self._wake)
+        if faults.until:
+            self.at(faults.until, self._wake)
 
     @property
     def actors(self) -> tuple[Actor, ...]:
@@ -277,12 +279,17 @@ class World:
 
     # ------------------------------------------------------------ looking
 
-    def log(self, who: str, what: str) -> None:
-        self.lines.append(f"{self.now:8.3f} {who}: {what}")
+    def log(self, who: str, what: str, loud: bool = True) -> None:
+        self.story.append((self.now, who, what, loud))
 
     def note(self, who: str, kind: str, fields: Mapping[str, Any]) -> None:
         self.notes.append((who, kind, fields))
-        self.log(who, f"{kind} {dict(fields)}")
+        self.log(who, words.sentence(kind, fields), kind not in words.QUIET)
+
+    @property
+    def lines(self) -> list[str]:
+        """The story so far."""
+        return [f"{moment:8.3f} {who}: {what}" for moment, who, what, _ in self.story]
 
     def count(self, kind: str, **fields: Any) -> int:
         """How many notes of a kind carry these fields."""

@@ -1,0 +1,131 @@
+"""Named cases whose transcripts are kept: each returns its world after the run, its docstring is the title.
+
+Called by `transcripts.py`. A case that needs assertions is a test in `test_simulation*.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from coordinator.events import EntryAppended
+from protocol.entries import EntryKind, parse
+from protocol.messages import Enrolled
+from tests import people
+from tests.actors import CrashPoint
+from tests.network import LOST
+from tests.world import World
+
+
+def quiet_run() -> World:
+    """Three nodes, three rounds, nothing happens."""
+    world = World(seed=1, nodes=3, rounds=3)
+    world.run()
+    return world
+
+
+def commit_flushed_and_not_sent() -> World:
+    """The coordinator dies after the flush of a commit, before anybody hears of it: the commit counts."""
+    world = World(seed=4, nodes=2, rounds=2)
+    died = []
+
+    def crash(records: object) -> CrashPoint | None:
+        assert isinstance(records, list)
+        entries = [parse(record.raw) for record in records if isinstance(record, EntryAppended)]
+        if died or not any(entry.kind is EntryKind.COMMIT for entry in entries):
+            return None
+        died.append(True)
+        world.start(world.coordinator, 1.0)
+        return CrashPoint(None, sends=0)
+
+    world.coordinator.crash_when = crash
+    world.run()
+    return world
+
+
+def node_killed() -> World:
+    """A node is killed in the middle of a round and never returns: its unit runs elsewhere."""
+    world = World(seed=7, nodes=2, rounds=2, paces=(0.1, 0.1))
+    world.lose("node-1", at=1.0)
+    world.run()
+    return world
+
+
+def partition() -> World:
+    """Half of the pool is cut off for half a minute: the rest goes on, then all are there again."""
+    world = World(seed=30, nodes=4, rounds=9)
+    world.network.part({"node-0", "node-1"}, 1.0, 31.0)
+    world.run()
+    return world
+
+
+def all_gone() -> World:
+    """Every node is gone for a while: the round waits, paused, and goes on."""
+    world = World(seed=8, nodes=2, rounds=2)
+    for name in world.nodes:
+        world.crash(name, at=1.0, down=40.0)
+    world.run()
+    return world
+
+
+def disk_full() -> World:
+    """The coordinator's disk is full for ten seconds, then the node's."""
+    world = World(seed=37, nodes=2, rounds=6)
+    world.fill("coordinator", 1.0, 11.0)
+    world.fill("node-0", 13.0, 23.0)
+    world.run()
+    return world
+
+
+def clocks() -> World:
+    """The coordinator's clock goes back a day, a node's jumps forward a day: it costs seconds."""
+    world = World(seed=34, nodes=2, rounds=3)
+    world.jump("coordinator", at=1.5, seconds=-86_400.0)
+    world.jump("node-1", at=2.5, seconds=86_400.0)
+    world.run()
+    return world
+
+
+def torn_ledger() -> World:
+    """A node comes back with the end of its ledger file cut off and damaged: it fetches the rest again."""
+    world = World(seed=39, nodes=2, rounds=5)
+    world.crash("node-0", at=4.0, down=1.0)
+    world.at(4.5, lambda: world.nodes["node-0"].tear(3, True))
+    world.run()
+    return world
+
+
+def one_invite_two_machines() -> World:
+    """Two machines use one invite, answers are lost: one is let in, once; the other is told why not."""
+    world = World(seed=43, nodes=1, rounds=4)
+    key = people.invite(world, at=1.0)
+    world.network.hold("new-0", Enrolled, LOST, times=2)
+    for name, at in (("new-0", 1.5), ("new-1", 1.6)):
+        people.newcomer(world, name, key, at=at, excuses=(people.USED,))
+    world.run()
+    return world
+
+
+def revoked_and_back() -> World:
+    """A key is put out in the middle of a round and put back later, under a new number."""
+    world = World(seed=45, nodes=2, rounds=6)
+    people.revoke(world, "node-1", at=2.0)
+    people.readmit(world, "node-1", at=6.0)
+    world.run()
+    return world
+
+
+CASES: dict[str, Callable[[], World]] = {
+    case.__name__.replace("_", "-"): case
+    for case in (
+        quiet_run,
+        commit_flushed_and_not_sent,
+        node_killed,
+        partition,
+        all_gone,
+        disk_full,
+        clocks,
+        torn_ledger,
+        one_invite_two_machines,
+        revoked_and_back,
+    )
+}

@@ -1,0 +1,38 @@
+"""What happens in a simulated run, in words: notes of the cores become lines that people read.
+
+Called by `world.py` for its story and by `transcripts.py`. What happens all the time is left out there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+Fields = Mapping[str, Any]
+QUIET = {"unit", "ack", "link", "lease"}  # in a transcript: too many, or only words to oneself
+
+
+def sentence(kind: str, fields: Fields) -> str:
+    """A note in words."""
+    if kind == "commit":
+        void = f", {fields['voids']} void" if fields["voids"] else ""
+        mean = f"mean {fields['mean']:.3f}"
+        return f"commits round {fields['round']}: {fields['members']} members{void}, {mean}"
+    if kind == "score" and "mean" in fields:
+        return f"held-out score after {fields['round']} rounds: {fields['mean']:.3f}"
+    if kind == "membership":
+        reason = "" if fields["reason"] == "welcome" else f" ({fields['reason']})"
+        return f"{fields['node']} {fields['what']}{reason}"
+    if kind == "lease":
+        return f"{fields['node']}: member {fields['member']} {fields['what']}, {fields['reason']}"
+    if kind == "unit" and "node" in fields:
+        chunks = f"chunks {fields['first']}-{fields['last']}"
+        what = f"member {fields['member']}" if fields["kind"] == 0 else "the probe"
+        return f"{fields['node']} measured {what} of round {fields['round']}, {chunks}"
+    return f"{kind}: {', '.join(f'{name} {_plain(value)}' for name, value in fields.items())}"
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, bytes):
+        return value.hex()[:16]
+    return f"{value:.1f}" if isinstance(value, float) else str(value)
