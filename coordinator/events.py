@@ -19,12 +19,17 @@ from protocol.plan import Ops
 
 
 class Started(msgspec.Struct, frozen=True):
-    """First event of a process, with a new `term` and 8 bytes of secret entropy from the shell."""
+    """First event of a process, with a new `term` and entropy from the shell.
+
+    `nonce`: 8 bytes that mark the term in every entry. `secret`: 32 bytes nobody else sees; the first one a
+    run is given is kept in its journal.
+    """
 
     now: float
     term: int
     nonce: bytes
     wall: float = 0.0  # unix seconds; only invites expire by them. 0: the shell has no such clock
+    secret: bytes = b""
 
 
 class Tick(msgspec.Struct, frozen=True):
@@ -133,8 +138,30 @@ class KeyRevoked(msgspec.Struct, frozen=True):
     reason: str
 
 
+class FaultFound(msgspec.Struct, frozen=True):
+    """A node's replica was not what replay gives; what it measured in the open round is dropped."""
+
+    key: bytes
+    commits: int
+    reason: str
+
+
+class SecretTaken(msgspec.Struct, frozen=True):
+    """32 bytes that decide, unknown to the nodes, what is checked."""
+
+    secret: bytes
+
+
 Record: TypeAlias = (
-    TermTaken | EntryAppended | ResultAccepted | UnitFailed | InviteOpened | KeyAllowed | KeyRevoked
+    TermTaken
+    | EntryAppended
+    | ResultAccepted
+    | UnitFailed
+    | InviteOpened
+    | KeyAllowed
+    | KeyRevoked
+    | FaultFound
+    | SecretTaken
 )
 
 # ---------------------------------------------------------------- effects

@@ -18,11 +18,13 @@ import msgspec
 
 from coordinator.events import (
     EntryAppended,
+    FaultFound,
     InviteOpened,
     KeyAllowed,
     KeyRevoked,
     Record,
     ResultAccepted,
+    SecretTaken,
     TermTaken,
     UnitFailed,
 )
@@ -35,6 +37,7 @@ _BUSY_SECONDS = 2.0  # a predecessor that is just exiting still holds the lock f
 _MAX_ROUND = 2**63 - 1  # SQLite integers are signed; the record itself keeps the full value
 
 _TERM, _ENTRY, _RESULT, _FAILED, _INVITE, _ALLOWED, _REVOKED = range(7)
+_FAULT, _SECRET = 7, 8
 _SCHEMA = (
     "CREATE TABLE record (seq INTEGER PRIMARY KEY, kind INTEGER NOT NULL, round INTEGER,"
     " crc INTEGER NOT NULL, body BLOB NOT NULL)",
@@ -65,6 +68,10 @@ def encode(record: Record) -> tuple[int, int | None, bytes]:
             return _ALLOWED, None, pack((key, name, invite))
         case KeyRevoked(key, reason):
             return _REVOKED, None, pack((key, reason))
+        case FaultFound(key, commits, reason):
+            return _FAULT, None, pack((key, commits, reason))
+        case SecretTaken(secret):
+            return _SECRET, None, pack(secret)
 
 
 _TERM_READER = msgspec.msgpack.Decoder(tuple[int, bytes])
@@ -74,6 +81,8 @@ _FAILED_READER = msgspec.msgpack.Decoder(tuple[int, Unit, str])
 _INVITE_READER = msgspec.msgpack.Decoder(tuple[int, bytes, int, int])
 _ALLOWED_READER = msgspec.msgpack.Decoder(tuple[bytes, str, int])
 _REVOKED_READER = msgspec.msgpack.Decoder(tuple[bytes, str])
+_FAULT_READER = msgspec.msgpack.Decoder(tuple[bytes, int, str])
+_SECRET_READER = msgspec.msgpack.Decoder(bytes)
 
 
 def decode(kind: int, body: bytes) -> Record:
@@ -92,6 +101,10 @@ def decode(kind: int, body: bytes) -> Record:
         return KeyAllowed(*_ALLOWED_READER.decode(body))
     if kind == _REVOKED:
         return KeyRevoked(*_REVOKED_READER.decode(body))
+    if kind == _FAULT:
+        return FaultFound(*_FAULT_READER.decode(body))
+    if kind == _SECRET:
+        return SecretTaken(_SECRET_READER.decode(body))
     raise ValueError(f"unknown kind {kind}")
 
 

@@ -13,12 +13,13 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from coordinator import enrolment, membership, roster, rounds, work
+from coordinator import disputes, enrolment, membership, roster, rounds, work
 from coordinator.events import (
     Effect,
     Event,
     OpsChanged,
     Received,
+    SecretTaken,
     Started,
     StopRequested,
     TermTaken,
@@ -105,6 +106,9 @@ def _on_started(turn: Turn, event: Started) -> None:
     record = TermTaken(event.term, event.nonce)
     turn.persist(record)
     turn.state = replace(recall(state, record), started=True, wall=event.wall)
+    if event.secret and not state.secret:
+        turn.persist(SecretTaken(event.secret))
+        turn.set(secret=event.secret)
     if state.chain.height and state.chain.lock.run_id != state.lock.run_id:
         recorded, given = state.chain.lock.run_id.hex()[:16], state.lock.run_id.hex()[:16]
         return turn.stop(f"this folder holds run {recorded}, the plan is that of run {given}", 1)
@@ -136,6 +140,9 @@ def _on_tick(turn: Turn) -> None:
         return _linger(turn, turn.state.ending)
     _expire(turn)
     turn.census()
+    disputes.on_tick(turn)
+    if turn.over:
+        return
     roster.renew(turn)
     work.give_up(turn)
     work.close(turn)
@@ -167,9 +174,6 @@ def _expire(turn: Turn) -> None:
             turn.take_all(key)
             turn.set_node(replace(turn.nodes[key], stalled=(running.unit, running.progress)))
             turn.note("membership", node=node.name, what="leases ended", reason=verdict.reason)
-
-
-# ---------------------------------------------------------------- messages
 
 
 def _on_message(turn: Turn, peer: bytes, message: Message) -> None:
@@ -218,7 +222,7 @@ def _on_hello(turn: Turn, peer: bytes, hello: Hello) -> None:
     turn.send(peer, Welcome(WIRE_VERSION, lock.run_id, lock.to_bytes(), state.term, chain.height, chain.tip))
     turn.note("membership", node=name, what="returned" if old else "joined", reason=verdict.reason)
     if hello.digest:
-        turn.observe(name, commits, hello.digest)
+        disputes.observe(turn, peer, commits, hello.digest)
     if turn.over:
         return
     work.reconcile(turn, peer, dict.fromkeys(hello.units, 0))
@@ -246,7 +250,7 @@ def _on_applied(turn: Turn, peer: bytes, message: Applied) -> None:
     commits = membership.commits_below(chain, message.height)
     height = max(node.height, message.height)
     turn.set_node(replace(node, height=height, applied=commits, ms=message.ms or node.ms))
-    turn.observe(node.name, commits, message.digest)
+    disputes.observe(turn, peer, commits, message.digest)
     if turn.stopped:
         return
     if chain.ended and message.height == chain.height:
@@ -265,6 +269,14 @@ def _same_branch(turn: Turn, node: Node, height: int, tip: bytes) -> bool:
     reason = f"this node's ledger differs from the coordinator's at entry {height - 1}"
     _refuse(turn, node.key, node.name, reason)
     return False
+
+
+def _in_dispute(turn: Turn, peer: bytes, message: Message) -> None:
+    """An answer in a dispute; it may set work free or let the round close."""
+    disputes.HANDLERS[type(message)](turn, peer, message)
+    if not turn.over:
+        work.close(turn)
+        work.assign(turn)
 
 
 def _on_release(turn: Turn, peer: bytes, message: Release) -> None:
@@ -300,4 +312,5 @@ _HANDLERS: dict[type[Message], Callable[[Turn, bytes, Any], None]] = {
     Failed: work.on_failed,
     Release: _on_release,
     NodeBeat: _on_beat,
+    **dict.fromkeys(disputes.HANDLERS, _in_dispute),
 }

@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec.structs import asdict
 
-from coordinator import enrolment, membership, rounds
+from coordinator import claims, enrolment, membership, rounds
 from coordinator.membership import READY, Node
 from coordinator.state import State
 from protocol.messages import Kind, Unit
@@ -40,6 +40,7 @@ def status(state: State) -> dict[str, Any]:
         "rewards": [[s.round, s.mean, s.high, s.low, s.std] for s in state.history],
         "scores": [[s.state_round, s.mean, s.correct, s.prompts] for s in state.scores],
         "nodes": [_node(state, node) for node in state.nodes.values()],
+        "proof": claims.picture(state),
         "counters": dict(sorted(state.counters.items())),
         "refusals": list(state.refusals),
         "guests": enrolment.picture(state.guests, state.wall),
@@ -75,6 +76,7 @@ def _probe(state: State) -> dict[str, Any] | None:
 
 def _node(state: State, node: Node) -> dict[str, Any]:
     word, reason = membership.standing(node, state.chain.round, state.now)
+    fault = state.faults.get(node.key)
     return {
         "name": node.name,
         "number": node.number,
@@ -90,6 +92,8 @@ def _node(state: State, node: Node) -> dict[str, Any]:
         "units": [[label(lease.unit), lease.progress] for lease in node.leases],
         "seconds_per_chunk": node.pace,
         "applied_ms": node.ms,
+        "faults": fault.count if fault else 0,
+        "fault": fault.reason if fault else "",
         "silent": round(state.now - node.heard, 1),
         **asdict(node.tally),
     }

@@ -103,7 +103,7 @@ def _record(turn: Turn, record: enrolment.GuestRecord) -> None:
 def renew(turn: Turn) -> None:
     """One roster entry for all who wait and all who were put out, as soon as D of the tip is known."""
     state = turn.state
-    if state.digest is None:
+    if turn.signable is None:
         return
     waiting = [node for node in state.nodes.values() if node.number is None and not node.left]
     gone = tuple(sorted(state.numbers[key] for key in state.guests.revoked if key in state.numbers))

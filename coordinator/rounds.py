@@ -191,6 +191,22 @@ def fill(round: Round, evaluator: int, result: Result, released: int = 0) -> Rou
     return put(round, result.unit, filled)
 
 
+def drop(round: Round, evaluator: int) -> Round:
+    """The round without what this evaluator measured. A probe it took part in begins anew."""
+    for k, cells in enumerate(round.members):
+        if evaluator in cells.evaluators:
+            gone = [number == evaluator for number in cells.evaluators]
+            sums = tuple(None if out else s for out, s in zip(gone, cells.sums, strict=True))
+            by = tuple(NOBODY if out else n for out, n in zip(gone, cells.evaluators, strict=True))
+            unit = Unit(round.number, Kind.MEMBER, k, 0, 0)
+            round = put(round, unit, replace(cells, sums=sums, evaluators=by))
+    probe = round.probe
+    if probe is not None and evaluator in probe.evaluators:
+        empty = _empty(len(probe.sums))
+        return replace(round, probe=replace(empty, leases=probe.leases, failures=probe.failures))
+    return round
+
+
 def fail(round: Round, evaluator: int, unit: Unit, reason: str) -> Round:
     """Note one failure of the unit's member. Also the journal's fold."""
     cells = round.cells(unit) if unit.round == round.number else None

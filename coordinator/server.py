@@ -126,7 +126,7 @@ class Server:
         publish_address(self._setup.folder, self.address)
         self._log.info("serving run %s on %s", self._setup.lock.run_id.hex()[:12], self.address)
         now = time.monotonic()
-        self._process([Started(now, self._term + 1, os.urandom(8), time.time())])
+        self._process([Started(now, self._term + 1, os.urandom(8), time.time(), os.urandom(32))])
         next_tick = now
         while self._stopped is None:
             self._poller.poll(max(0, int((next_tick - time.monotonic()) * 1000)))

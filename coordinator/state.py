@@ -12,14 +12,17 @@ import msgspec
 from msgspec.structs import replace
 
 from coordinator import enrolment, rounds
+from coordinator.claims import Fault, Proof
 from coordinator.enrolment import Guests
 from coordinator.events import (
     EntryAppended,
+    FaultFound,
     InviteOpened,
     KeyAllowed,
     KeyRevoked,
     Record,
     ResultAccepted,
+    SecretTaken,
     TermTaken,
 )
 from coordinator.membership import Node
@@ -61,7 +64,10 @@ class State(msgspec.Struct, frozen=True):
     started: bool = False
     round: Round | None = None
     digest: int | None = None  # D of the open round's state
-    witness: str = ""  # who said so first
+    witness: str = ""  # why it is known
+    proof: Proof = Proof()  # what the nodes say of that state
+    faults: Mapping[bytes, Fault] = {}  # CURVE key -> how often its replica was wrong
+    secret: bytes = b""  # decides what is checked
     nodes: Mapping[bytes, Node] = msgspec.field(default_factory=dict)
     numbers: Mapping[bytes, int] = msgspec.field(default_factory=dict)  # CURVE key -> roster number
     ready: int = 0  # nodes that may take units, as of the last tick or membership event
@@ -98,6 +104,7 @@ def adopt(state: State, entry: Entry) -> State:
             round=opened,
             digest=chain.digest,
             witness=LEDGER if chain.digest is not None else "",
+            proof=Proof(),
             nodes={key: replace(node, leases=(), stalled=None) for key, node in state.nodes.items()},
         )
     if isinstance(entry.body, CommitBody):
@@ -132,18 +139,53 @@ def recall(state: State, record: Record) -> State:
         return adopt(state, parse(record.raw))
     if isinstance(record, InviteOpened | KeyAllowed | KeyRevoked):
         return replace(state, guests=enrolment.fold(state.guests, record))
+    if isinstance(record, FaultFound):
+        return blame(state, record)
+    if isinstance(record, SecretTaken):
+        return replace(state, secret=record.secret)
     round = state.round
     if round is None:
         return state
     if isinstance(record, ResultAccepted):
-        state = learn(state, record.result.digest, LEDGER) if state.digest is None else state
-        return replace(state, round=rounds.fill(round, record.evaluator, record.result))
+        state = measure(state, record.evaluator, record.result.digest)
+        assert state.round is not None
+        return replace(state, round=rounds.fill(state.round, record.evaluator, record.result))
     return replace(state, round=rounds.fail(round, record.evaluator, record.unit, record.reason))
 
 
 def learn(state: State, digest: int, witness: str) -> State:
-    """The first word on D of the open round's state."""
+    """D of the open round's state is known, and why."""
     return replace(state, digest=digest, witness=witness)
+
+
+def measure(state: State, evaluator: int, digest: int) -> State:
+    """A result of this evaluator, measured on a state with this D, is taken in.
+
+    What it measured before on another state is dropped.
+    """
+    before = state.proof.measured.get(evaluator)
+    if before == digest:
+        return state
+    if before is not None:
+        state = drop(state, evaluator)
+    return replace(state, proof=replace(state.proof, measured={**state.proof.measured, evaluator: digest}))
+
+
+def drop(state: State, evaluator: int) -> State:
+    """The open round without the rewards of this evaluator: they are measured again."""
+    measured = {number: digest for number, digest in state.proof.measured.items() if number != evaluator}
+    round = rounds.drop(state.round, evaluator) if state.round else None
+    return replace(state, round=round, proof=replace(state.proof, measured=measured))
+
+
+def blame(state: State, record: FaultFound) -> State:
+    """A node was at fault."""
+    old = state.faults.get(record.key)
+    fault = Fault((old.count if old else 0) + 1, record.commits, record.reason)
+    number = state.numbers.get(record.key)
+    if number is not None:
+        state = drop(state, number)
+    return replace(state, faults={**state.faults, record.key: fault})
 
 
 def summary(round: int, body: CommitBody) -> CommitSummary:

@@ -13,11 +13,12 @@ from typing import Any
 from msgspec.structs import replace
 
 from coordinator import membership, rounds
+from coordinator.claims import Proof
 from coordinator.enrolment import Guests
 from coordinator.events import Effect, EntryAppended, Note, Persist, Record, Send, Stop
 from coordinator.membership import LOST_AFTER, Lease, Node, alive
 from coordinator.rounds import Round
-from coordinator.state import LEDGER, State, adopt, learn
+from coordinator.state import State, adopt
 from protocol.chain import Chain
 from protocol.entries import Body, CommitBody, LockBody, ScoreBody, seal
 from protocol.lock import Lock
@@ -121,6 +122,16 @@ class Turn:
         return self._state.started
 
     @property
+    def proof(self) -> Proof:
+        """What the nodes say of the open round's state."""
+        return self._state.proof
+
+    @property
+    def signable(self) -> int | None:
+        """D of the open round's state, where it is known and nobody disputes it."""
+        return None if self._state.proof.dispute else self._state.digest
+
+    @property
     def stopped(self) -> bool:
         return bool(self._state.stopped)
 
@@ -168,10 +179,10 @@ class Turn:
     def note(self, topic: str, /, **fields: Any) -> None:
         self.effects.append(Note(topic, fields))
 
-    def count(self, what: str, refusal: str = "") -> None:
-        """One more of `what` in status; a refusal is also kept in words."""
+    def count(self, what: str, refusal: str = "", times: int = 1) -> None:
+        """One more (or `times`) of `what` in status; a refusal is also kept in words."""
         counters = dict(self._state.counters)
-        counters[what] = counters.get(what, 0) + 1
+        counters[what] = counters.get(what, 0) + times
         kept = (*self._state.refusals, refusal)[-KEPT_REFUSALS:] if refusal else self._state.refusals
         self.set(counters=counters, refusals=kept)
 
@@ -227,21 +238,6 @@ class Turn:
             seconds=seconds,
             update_ms=applies[len(applies) // 2] if applies else 0,
         )
-
-    def observe(self, name: str, commits: int, digest: int) -> None:
-        """A node's word on D after `commits` commits: the first one, the same as before, or a dispute."""
-        current = commits == self.chain.round
-        known = self.digest if current else self.chain.digest_at(commits)
-        if known is None and current:
-            self.state = learn(self.state, digest, name)
-        elif known is not None and known != digest:
-            witness = self._state.witness if current else LEDGER
-            self.note("dispute", round=commits, node=name, digest=digest, witness=witness, known=known)
-            self.stop(
-                f"two replicas differ after {commits} rounds: {name} has digest {digest:016x}, {witness} "
-                f"{known:016x}. Run `esnode verify` on the ledger and `esnode doctor` on both machines",
-                1,
-            )
 
     # ------------------------------------------------------------ leases
 

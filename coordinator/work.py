@@ -10,10 +10,11 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from coordinator import leases, membership, rounds
+from coordinator import disputes, leases, membership, rounds
 from coordinator.events import ResultAccepted, UnitFailed
 from coordinator.leases import Rescue
 from coordinator.membership import READY, Lease
+from coordinator.state import measure
 from coordinator.turn import Turn
 from protocol.entries import EndBody
 from protocol.messages import Ack, Assign, Cancel, Failed, Result, Unit
@@ -33,9 +34,12 @@ def on_result(turn: Turn, peer: bytes, result: Result) -> None:
     if verdict.kind == "ok" and node.number is None:
         verdict = rounds.Verdict("refused", "this node is not on the roster yet")
     if verdict.kind in ("ok", "duplicate"):
-        turn.observe(node.name, turn.round.number, result.digest)
+        disputes.observe(turn, peer, turn.round.number, result.digest)
+        known = turn.digest
         if turn.stopped:
             return
+        if known is not None and result.digest != known:
+            return _measured_elsewhere(turn, peer, result, known)
     if verdict.conflict:
         turn.count("conflicts")
         turn.note("conflict", node=node.name, member=result.unit.member, reason=verdict.reason)
@@ -61,11 +65,24 @@ def on_result(turn: Turn, peer: bytes, result: Result) -> None:
     assign(turn, [peer])
 
 
+def _measured_elsewhere(turn: Turn, peer: bytes, result: Result, known: int) -> None:
+    """The node's replica is another than the run's: that is not held against the member."""
+    turn.take(peer, result.unit)
+    reason = f"measured on digest {result.digest:016x}, the state has {known:016x}"
+    turn.send(peer, Ack(result.unit, f"refused: {reason}"))
+    _tally(turn, peer, "refused")
+    turn.count("refused results", f"{turn.nodes[peer].name}: {reason}")
+    close(turn)
+    assign(turn)
+
+
 def _accept(turn: Turn, peer: bytes, result: Result) -> None:
     """Journal a result, acknowledge it, and see what it completes."""
     unit, node = result.unit, turn.nodes[peer]
     assert node.number is not None
     turn.persist(ResultAccepted(node.number, result))
+    if turn.proof.measured.get(node.number) != result.digest:
+        turn.state = measure(turn.state, node.number, result.digest)
     held, kept = membership.without(node.leases, unit)
     turn.round = round = rounds.fill(turn.round, node.number, result, int(held is not None))
     tally = replace(node.tally, accepted=node.tally.accepted + 1)
@@ -148,11 +165,11 @@ def close(turn: Turn) -> None:
             turn.note("score", round=round.number, void=round.probe.void)
             turn.round = replace(round, probe=None)
         elif round.probe is not None:
-            if not round.probe.complete or turn.digest is None:
+            if not round.probe.complete or turn.signable is None:
                 return
             turn.append(rounds.score_body(turn.lock, round))
         elif round.final:
-            if turn.digest is None:
+            if turn.signable is None:
                 return
             turn.append(EndBody(f"{round.number} rounds are done"))
             turn.set(ending=turn.now)
@@ -169,7 +186,7 @@ def close(turn: Turn) -> None:
                     1,
                 )
                 return
-            if turn.digest is None:
+            if turn.signable is None:
                 return
             turn.append(rounds.commit_body(turn.chain, round, closing))
 
@@ -195,7 +212,7 @@ def assign(turn: Turn, keys: Iterable[bytes] | None = None) -> None:
 
 def _may_work(turn: Turn, key: bytes) -> bool:
     node = turn.nodes[key]
-    return membership.standing(node, turn.round.number, turn.now)[0] == READY
+    return membership.standing(node, turn.round.number, turn.now)[0] == READY and disputes.fits(turn, key)
 
 
 def _give_next(turn: Turn, key: bytes) -> None:

@@ -28,7 +28,19 @@ import zmq
 
 from esnode import departure, events, joined, node, nodeoptions
 from esnode.duty import Duty
-from esnode.enginethread import Broken, EngineThread, Folded, Restored, Workshop
+from esnode.enginethread import (
+    Broken,
+    Derived,
+    EngineThread,
+    Folded,
+    Measured,
+    Read,
+    Repaired,
+    Report,
+    Restored,
+    Workshop,
+    Wounded,
+)
 from esnode.link import Link, State
 from esnode.nodeoptions import Options
 from esnode.notebook import Notebook
@@ -197,6 +209,14 @@ class Daemon:
                 self._engine.apply(entries)
             case events.Rewind(entries):
                 self._engine.rewind(entries)
+            case events.Heal(entries, tensors):
+                self._engine.heal(entries, tensors)
+            case events.Mend(pieces):
+                self._engine.mend(pieces)
+            case events.TakeDigests():
+                self._engine.read()
+            case events.Prove(entries, pieces):
+                self._engine.prove(entries, pieces)
             case events.Store(first, raws):
                 self._notebook.store(first, raws)
             case events.StoreTerm(term):
@@ -223,16 +243,7 @@ class Daemon:
                 raise DaemonError(
                     "changing the weights failed; the log has the details. Start the node again"
                 )
-            if isinstance(report, Folded):
-                self._step(events.EntriesApplied(now, report.digests, report.ms))
-            elif isinstance(report, Restored):
-                self._step(events.Rewound(now, report.height, report.digest, report.ms))
-            elif report.outcome is not None:
-                self._step(events.Evaluated(now, report.unit, report.outcome))
-            elif report.failure:
-                self._step(events.EvaluationFailed(now, report.unit, report.failure))
-            else:
-                self._step(events.Cancelled(now, report.unit))
+            self._step(_event(now, report))
 
     def _reconnected(self, now: float) -> None:
         """A new connection is unknown over there until Hello: tell the core so without a round trip."""
@@ -284,6 +295,29 @@ class Daemon:
 def _loader(spec: str) -> Loader:
     module, _, function = spec.partition(":")
     return getattr(importlib.import_module(module), function)  # type: ignore[no-any-return]
+
+
+def _event(now: float, report: Report) -> events.Event:
+    """What the core hears of a report. (A broken engine is not for the core.)"""
+    match report:
+        case Folded(digests, ms):
+            return events.EntriesApplied(now, digests, ms)
+        case Restored(height, digest, ms):
+            return events.Rewound(now, height, digest, ms)
+        case Wounded(unit, tensors):
+            return events.Damaged(now, unit, tensors)
+        case Repaired(digest):
+            return events.Mended(now, digest)
+        case Read(digests, damaged):
+            return events.Digested(now, digests, damaged)
+        case Derived(pieces, held, derived):
+            return events.Proved(now, pieces, held, derived)
+    assert isinstance(report, Measured)
+    if report.outcome is not None:
+        return events.Evaluated(now, report.unit, report.outcome)
+    if report.failure:
+        return events.EvaluationFailed(now, report.unit, report.failure)
+    return events.Cancelled(now, report.unit)
 
 
 def _poke(wake: socket.socket) -> None:

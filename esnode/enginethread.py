@@ -1,4 +1,4 @@
-"""The one thread that touches the engine: it does what the core asks, one thing at a time, and reports back.
+"""The one thread that changes the engine: it does what the core asks, one thing at a time, and reports back.
 
 Shell. Evaluations end early between two decode steps when they are cancelled. Called by `daemon.py`;
 everything here is written by one side and read by the other, so no lock is needed beyond the queues.
@@ -12,9 +12,11 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from esnode.events import About, Outcome
+from esnode.replay import DamagedMaster
 from protocol.errors import UserError
 from protocol.ledger import Entry
 from protocol.messages import Unit
@@ -33,13 +35,34 @@ class Workshop(Protocol):
         """D of the master."""
 
     def apply(self, entries: Sequence[Entry]) -> list[int]:
-        """Fold entries into the master; D after each."""
+        """Fold entries into the master; D after each. DamagedMaster, and nothing done, where it changed."""
 
     def rewind(self, entries: Sequence[Entry]) -> tuple[int, int]:
         """Make the master a state of this beginning of the ledger: (how many entries it reflects, D)."""
 
     def evaluate(self, unit: Unit, stop: Callable[[], bool], progress: Callable[[int], None]) -> Outcome:
-        """Measure a unit. `progress` takes thousandths; raises the engines' Cancelled after `stop()`."""
+        """Measure a unit. `progress` takes thousandths; raises the engines' Cancelled after `stop()`.
+
+        DamagedMaster, and nothing measured, where the master changed by itself.
+        """
+
+    def damaged(self) -> tuple[str, ...]:
+        """Tensors whose master has changed by itself since it was written."""
+
+    def all_held(self) -> tuple[int, ...]:
+        """Digests of all pieces of the master, read from memory."""
+
+    def held(self, pieces: Sequence[int]) -> tuple[int, ...]:
+        """Digests of these pieces of the master, read from memory."""
+
+    def derive(self, entries: Sequence[Entry], pieces: Sequence[int]) -> tuple[int, ...]:
+        """Digests of these pieces by replay with the reference kernel; beside anything else."""
+
+    def mend(self, pieces: Sequence[int]) -> int:
+        """Overwrite pieces with what was derived last; D."""
+
+    def heal(self, entries: Sequence[Entry], tensors: Sequence[str]) -> int:
+        """Replay damaged tensors into the master; D."""
 
     def close(self) -> None:
         """End helper processes."""
@@ -72,10 +95,35 @@ class Restored:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rewind:
-    """A command: rewind to a state of these entries."""
+class Wounded:
+    """The master changed by itself: this unit was not measured, or (None) nothing was folded in."""
 
-    entries: tuple[Entry, ...]
+    unit: Unit | None
+    tensors: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Repaired:
+    """Weights were replaced by what replay gives; D."""
+
+    digest: int
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Digests of all pieces, and the tensors that are not what was last written to them."""
+
+    digests: tuple[int, ...]
+    damaged: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """What pieces held when it was asked, and what replay gives."""
+
+    pieces: tuple[int, ...]
+    held: tuple[int, ...]
+    derived: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +133,7 @@ class Broken:
     trace: str
 
 
-Report = Measured | Folded | Restored | Broken
+Report = Measured | Folded | Restored | Wounded | Repaired | Read | Derived | Broken
 
 
 class EngineThread:
@@ -95,7 +143,7 @@ class EngineThread:
         self.progress: tuple[Unit, int] | None = None  # of the running unit, thousandths
         self._workshop = workshop
         self._wake = wake
-        self._commands: queue.SimpleQueue[Unit | tuple[Entry, ...] | _Rewind | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Callable[[], Report] | None] = queue.SimpleQueue()
         self._reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
         self._cancelled: Unit | None = None
         self._quit = threading.Event()
@@ -105,7 +153,7 @@ class EngineThread:
     def evaluate(self, unit: Unit) -> None:
         """Start a unit; a `Measured` follows."""
         self._cancelled = None
-        self._commands.put(unit)
+        self._commands.put(partial(self._measure, unit))
 
     def cancel(self, unit: Unit) -> None:
         """End this unit soon; its `Measured` still follows."""
@@ -113,11 +161,34 @@ class EngineThread:
 
     def apply(self, entries: tuple[Entry, ...]) -> None:
         """Fold entries in; a `Folded` follows."""
-        self._commands.put(entries)
+        self._commands.put(partial(self._fold, entries))
 
     def rewind(self, entries: tuple[Entry, ...]) -> None:
         """Go back to a state of these entries; a `Restored` follows."""
-        self._commands.put(_Rewind(entries))
+        self._commands.put(partial(self._restore, entries))
+
+    def heal(self, entries: tuple[Entry, ...], tensors: tuple[str, ...]) -> None:
+        """Derive tensors again from these entries; a `Repaired` follows."""
+        self._commands.put(lambda: self._repair(lambda: self._workshop.heal(entries, tensors)))
+
+    def mend(self, pieces: tuple[int, ...]) -> None:
+        """Overwrite pieces with what was derived last; a `Repaired` follows."""
+        self._commands.put(lambda: self._repair(lambda: self._workshop.mend(pieces)))
+
+    def read(self) -> None:
+        """Read the digests of all pieces beside a running unit; a `Read` follows.
+
+        Whoever asks sees to it that nothing is folded in meanwhile.
+        """
+        self._beside(lambda: Read(self._workshop.all_held(), self._workshop.damaged()))
+
+    def prove(self, entries: tuple[Entry, ...], pieces: tuple[int, ...]) -> None:
+        """Replay pieces beside whatever else happens; a `Derived` follows.
+
+        What the master holds is read before this returns.
+        """
+        held = self._workshop.held(pieces)
+        self._beside(lambda: Derived(pieces, held, self._workshop.derive(entries, pieces)))
 
     def reports(self) -> list[Report]:
         """What has come in since the last call."""
@@ -135,16 +206,26 @@ class EngineThread:
         self._thread.join(wait)
         return not self._thread.is_alive()
 
+    def _beside(self, work: Callable[[], Report]) -> None:
+        """Do what the replica proof needs on a thread of its own."""
+
+        def run() -> None:
+            try:
+                self._tell(work())
+            except Exception:  # reported to the main thread, which stops the process
+                self._tell(Broken(traceback.format_exc()))
+
+        threading.Thread(target=run, name="proof", daemon=True).start()
+
+    def _tell(self, report: Report) -> None:
+        self._reports.put(report)
+        self._wake()
+
     # ------------------------------------------------------------ inside the thread
 
     def _work(self) -> None:
         while (command := self._commands.get()) is not None and not self._quit.is_set():
-            if isinstance(command, _Rewind):
-                report = self._restore(command.entries)
-            else:
-                report = self._fold(command) if isinstance(command, tuple) else self._measure(command)
-            self._reports.put(report)
-            self._wake()
+            self._tell(command())
 
     def _measure(self, unit: Unit) -> Report:
         from esnode.engines.interface import Cancelled as StoppedEarly  # late: it loads numpy
@@ -158,6 +239,8 @@ class EngineThread:
         tell(0)
         try:
             return Measured(unit, self._workshop.evaluate(unit, stop, tell), "")
+        except DamagedMaster as error:
+            return Wounded(unit, error.tensors)
         except StoppedEarly:
             return Measured(unit, None, "")
         except UserError as error:
@@ -172,6 +255,8 @@ class EngineThread:
         began = time.monotonic()
         try:
             digests = tuple(self._workshop.apply(entries))
+        except DamagedMaster as error:
+            return Wounded(None, error.tensors)
         except Exception:  # reported to the main thread, which stops the process
             return Broken(traceback.format_exc())
         return Folded(digests, int((time.monotonic() - began) * 1000))
@@ -183,3 +268,9 @@ class EngineThread:
         except Exception:  # as above
             return Broken(traceback.format_exc())
         return Restored(height, digest, int((time.monotonic() - began) * 1000))
+
+    def _repair(self, work: Callable[[], int]) -> Report:
+        try:
+            return Repaired(work())
+        except Exception:  # as above
+            return Broken(traceback.format_exc())

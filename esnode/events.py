@@ -29,6 +29,7 @@ class About:
     device: str
     selftest: bytes  # 8-byte digest of the golden self-test
     fingerprint: bytes  # 8 bytes over everything that may change an answer
+    versions: str = ""  # of esnode and what computes here, for people
 
 
 class Outcome(Protocol):
@@ -175,6 +176,45 @@ class Resume:
     now: float
 
 
+@dataclass(frozen=True, slots=True)
+class Damaged:
+    """The master is not what was last written to it. Nothing was done: no unit measured, no entry applied.
+
+    Answers `Evaluate` (with its unit) or `Apply` (None).
+    """
+
+    now: float
+    unit: Unit | None
+    tensors: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Mended:
+    """`Heal` or `Mend` is done; D of the master."""
+
+    now: float
+    digest: int
+
+
+@dataclass(frozen=True, slots=True)
+class Digested:
+    """Digests of all pieces, read from memory; tensors that are not what was last written to them."""
+
+    now: float
+    digests: tuple[int, ...]
+    damaged: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Proved:
+    """What the pieces of a `Prove` held when it was asked, and what replay with the reference gives."""
+
+    now: float
+    pieces: tuple[int, ...]
+    held: tuple[int, ...]
+    derived: tuple[int, ...]
+
+
 Event: TypeAlias = (
     Started
     | Tick
@@ -185,6 +225,10 @@ Event: TypeAlias = (
     | Progress
     | EntriesApplied
     | Rewound
+    | Damaged
+    | Mended
+    | Digested
+    | Proved
     | Leave
     | Pause
     | Resume
@@ -232,6 +276,37 @@ class Rewind:
 
 
 @dataclass(frozen=True, slots=True)
+class Heal:
+    """Derive these tensors again from the base and these entries. The engine is idle."""
+
+    entries: tuple[Entry, ...]
+    tensors: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Mend:
+    """Write what the last `Prove` derived for these pieces. The engine is idle."""
+
+    pieces: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TakeDigests:
+    """Read the digests of all pieces, beside a running evaluation; nothing changes the master meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prove:
+    """Note the digests of these pieces now, then derive them from the base and these entries.
+
+    With the `reference` kernel, beside whatever else the node does.
+    """
+
+    entries: tuple[Entry, ...]
+    pieces: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Store:
     """Append these entries to the node's ledger file; the first has height `first`."""
 
@@ -262,4 +337,18 @@ class Stop:
     code: int
 
 
-Effect: TypeAlias = Send | Evaluate | CancelUnit | Apply | Rewind | Store | StoreTerm | Note | Stop
+Effect: TypeAlias = (
+    Send
+    | Evaluate
+    | CancelUnit
+    | Apply
+    | Rewind
+    | Heal
+    | Mend
+    | TakeDigests
+    | Prove
+    | Store
+    | StoreTerm
+    | Note
+    | Stop
+)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from esnode import proof
 from esnode.events import Store, StoreTerm
 from esnode.nodestate import HELLO_FIRST, UNITS_TOLD, Sent, Turn, Work
 from protocol.chain import BrokenChain, Chain
@@ -208,4 +209,5 @@ _HANDLERS: dict[type[Message], Callable[[Turn, Any], None]] = {
     Ack: _on_ack,
     Commit: _on_commit,
     Entries: _on_entries,
+    **proof.HANDLERS,
 }

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from esnode import inbox, pausing
+from esnode import inbox, pausing, proof
 from esnode.events import (
     About,
     Apply,
@@ -190,13 +190,15 @@ def _on_applied(turn: Turn, event: EntriesApplied) -> None:
     if state.rewind:
         return turn.set(applying=0)
     for height, digest in enumerate(event.digests[:-1], state.applied + 1):
-        if not turn.agrees(height, digest):
-            return
+        turn.agrees(height, digest)
+    if turn.state.stopped:
+        return
     reached = state.applied + state.applying
     turn.set(applied=reached, applying=0, digest=event.digests[-1], ms=event.ms)
     turn.check_digest()
     if not turn.state.stopped:
         turn.tell_applied()
+        proof.after_applied(turn)
 
 
 def _on_rewound(turn: Turn, event: Rewound) -> None:
@@ -228,6 +230,8 @@ def _go_on(turn: Turn) -> None:
     """Fetch what is missing, move the master, start the next unit, say farewell when the run is over."""
     _fetch(turn)
     if turn.state.applying or turn.state.rewinding is not None:
+        return
+    if proof.go_on(turn):
         return
     if turn.state.rewind:
         return _rewind(turn)
@@ -291,4 +295,5 @@ _ON_EVENT: dict[type[Event], Callable[[Turn, Any], None]] = {
     Rewound: _on_rewound,
     Leave: _on_leave,
     **pausing.HANDLERS,
+    **proof.ON_EVENT,
 }

@@ -9,11 +9,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from esnode.events import About, CancelUnit, Effect, Note, Send, Stop
+from esnode.events import About, CancelUnit, Effect, Note, Proved, Send, Stop
 from protocol.chain import Chain
 from protocol.entries import Entry, EntryKind
 from protocol.lock import Lock
-from protocol.messages import WIRE_VERSION, Applied, Hello, Message, Result, Unit
+from protocol.messages import (
+    WIRE_VERSION,
+    Applied,
+    DigestAsk,
+    Hello,
+    Message,
+    Rederive,
+    Rederived,
+    Result,
+    Unit,
+)
 
 HELLO_FIRST, HELLO_LAST = 0.5, 2.0  # seconds between Hellos, doubling
 UNITS_TOLD = 64
@@ -46,6 +56,21 @@ class Sent:
 
 
 @dataclass(frozen=True, slots=True)
+class Proof:
+    """Where the replica proof stands here; see `proof.py`."""
+
+    reading: DigestAsk | None = None  # digests are being read for it: the master must stand still
+    question: Rederive | None = None  # being answered
+    held: int = 0  # D when it was asked
+    damaged: tuple[str, ...] = ()  # tensors to be healed
+    mend: Proved | None = None  # pieces to be overwritten
+    mending: bool = False  # the engine does it
+    answer: Rederived | None = None  # the last one, told again when asked again
+    report: Rederived | None = None  # damage found here
+    contradicted: int = 0  # 1 + first round whose stated D this replica does not have, 0 for none
+
+
+@dataclass(frozen=True, slots=True)
 class State:
     """All a node knows; a value: neither it nor anything in it is changed in place."""
 
@@ -62,6 +87,7 @@ class State:
     rewind: bool = False  # the master must go back before anything else is done with it
     rewind_far: bool = False  # to the base, no checkpoint is good enough
     rewinding: tuple[Entry, ...] | None = None  # entries of a Rewind that is not answered: likewise busy
+    proof: Proof = Proof()
     queue: tuple[Work, ...] = ()
     unacked: tuple[Sent, ...] = ()
     term: int = 0  # highest ever answered
@@ -159,6 +185,9 @@ class Turn:
         if state.applied and not state.rewind:
             tip = state.chain.entries[state.applied - 1].hash[:8]
             self.send(Applied(state.applied, tip, state.digest, state.ms))
+            report = state.proof.report
+            if report is not None and report.commits == state.rounds:
+                self.send(report)
 
     def rewind(self, *, far: bool = False) -> None:
         """The master is of no use as it is: rewind it as soon as the engine is idle, then apply again.
@@ -166,8 +195,14 @@ class Turn:
         What hangs on the present state goes: units, results on their way, the word on D. `far`: no
         checkpoint is trusted, the base it must be.
         """
+        self.forget_work()
+        proof = replace(self.state.proof, damaged=(), mend=None, contradicted=0)
+        self.set(rewind=True, rewind_far=far, applied=0, digest=0, proof=proof)
+
+    def forget_work(self) -> None:
+        """Units and results of this replica are of no use any more."""
         self.cancel_running()
-        self.set(rewind=True, rewind_far=far, applied=0, digest=0, queue=(), unacked=())
+        self.set(queue=(), unacked=())
 
     def fits(self, height: int, digest: int) -> bool:
         """Whether a master with this D may be the state after `height` entries, as far as they tell."""
@@ -191,23 +226,23 @@ class Turn:
         elif not state.applied and state.digest != state.lock.digest:
             self._differs(0, state.digest, state.lock.digest)
 
-    def agrees(self, height: int, digest: int) -> bool:
-        """Whether D before entry `height` is what the entry says; the node stops if not."""
+    def agrees(self, height: int, digest: int) -> None:
+        """Compare D before entry `height` with what the entry says.
+
+        Another base is the end. Another later state is not: the replica goes on as replay makes it and says
+        its D, and replay settles who is right.
+        """
         entry = self.state.chain.entries[height]
         if entry.digest != digest:
             self._differs(entry.round, digest, entry.digest)
-        return entry.digest == digest
 
     def _differs(self, round: int, mine: int, theirs: int) -> None:
         if round == 0:
-            self.stop(
+            return self.stop(
                 f"this is not the run's base model: its digest is {mine:016x}, the run starts from "
                 f"{theirs:016x}. Use the model and revision that the plan names",
                 1,
             )
-        else:
-            self.stop(
-                f"this replica differs from the run after {round} rounds: digest {mine:016x} here, "
-                f"{theirs:016x} in the ledger. Run `esnode doctor`, then start again to rebuild it",
-                1,
-            )
+        proof = self.state.proof
+        self.set(proof=replace(proof, contradicted=proof.contradicted or round + 1))
+        self.note("dispute", round=round, here=f"{mine:016x}", ledger=f"{theirs:016x}")

@@ -21,6 +21,17 @@ class WrongWeights(UserError):
     """Replay gave other weights than the ledger records."""
 
 
+class DamagedMaster(UserError):
+    """Weights are not what was last written to them: memory changed by itself. `tensors` names them."""
+
+    def __init__(self, tensors: tuple[str, ...]) -> None:
+        super().__init__(
+            f"{tensors[0]} changed in this machine's memory by itself ({len(tensors)} tensors did). Test its "
+            "memory, then start again"
+        )
+        self.tensors = tensors
+
+
 def fold(apply: Apply, chain: Chain, first: int, last: int, tell: Tell = silent) -> int:
     """Apply the rounds `first` to `last` of the chain; returns how many stated digests were met.
 

@@ -23,6 +23,7 @@ from esnode.slicemap import Views
 from esnode.state import DTYPES, Part, Pieces, State
 from protocol.ledger import Entry
 from protocol.lock import Lock, TensorSpec
+from protocol.pieces import Piece
 
 if TYPE_CHECKING:
     from protocol.ledger import Chain
@@ -134,6 +135,18 @@ class Replica:
     def refill(self, pieces: Pieces) -> int:
         """Masters and live weights of a snapshot, as of `State.refill`; D."""
         return self.state.refill(pieces, self._restore_part)
+
+    def damaged(self) -> tuple[str, ...]:
+        """Tensors whose master has changed by itself, as of `State.damaged`."""
+        return self.state.damaged()
+
+    def piece_digest(self, piece: Piece) -> int:
+        """Digest of a run of elements of the master, read from memory."""
+        return self.state.piece_digest(piece)
+
+    def overwrite(self, piece: Piece, values: torch.Tensor) -> None:
+        """Write a run of the master; its tensor's live weights become the rounded master."""
+        self.state.overwrite(piece, values, self._restore_part)
 
     def replay(self, chain: Chain, upto: int) -> int:
         """Fold the first `upto` rounds of an ancestor's chain; D after them. Errors as of `State.replay`."""

@@ -10,9 +10,10 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from esnode import ancestry, locking, models
+from esnode import __version__, ancestry, locking, models
 from esnode.checkpoint import Checkpoints, Saved
 from esnode.engines import transformers_engine
 from esnode.engines.interface import MemoryPlan
@@ -21,6 +22,8 @@ from esnode.events import About
 from esnode.kernels import pick, selftest_digest
 from esnode.models import ModelFolder
 from esnode.nodeoptions import Options
+from esnode.rederive import Rederiver
+from esnode.replay import DamagedMaster
 from esnode.scoring import Scorer
 from esnode.worker import Outcome, Worker
 from protocol import plan
@@ -44,9 +47,11 @@ class Workshop:
         scorer: Scorer | None,
         about: About,
         checkpoints: Checkpoints,
+        rederiver: Rederiver,
         ancestors: Sequence[tuple[Chain, int]] = (),
     ) -> None:
         self.about = about
+        self._rederiver = rederiver
         self._checkpoints = checkpoints
         self._ancestors = ancestors
         self._engine = engine
@@ -81,8 +86,35 @@ class Workshop:
         return 0, self._engine.digest()
 
     def evaluate(self, unit: Unit, stop: Callable[[], bool], progress: Callable[[int], None]) -> Outcome:
-        """Measure a unit; Cancelled once `stop()` is true."""
+        """Measure a unit; Cancelled once `stop()` is true, DamagedMaster when a weight changed by itself."""
+        damaged = self._engine.damaged()
+        if damaged:
+            raise DamagedMaster(damaged)
         return self._worker.evaluate(unit, stop, progress)
+
+    def damaged(self) -> tuple[str, ...]:
+        """Tensors whose master has changed by itself since it was written."""
+        return self._engine.damaged()
+
+    def all_held(self) -> tuple[int, ...]:
+        """Digests of all pieces of the master, read from memory."""
+        return self._rederiver.all_held()
+
+    def held(self, pieces: Sequence[int]) -> tuple[int, ...]:
+        """Digests of these pieces of the master, read from memory."""
+        return self._rederiver.held(pieces)
+
+    def derive(self, entries: Sequence[Entry], pieces: Sequence[int]) -> tuple[int, ...]:
+        """Digests of these pieces by replay with the reference kernel; may run beside an evaluation."""
+        return self._rederiver.derive(entries, pieces)
+
+    def mend(self, pieces: Sequence[int]) -> int:
+        """Overwrite pieces with what was derived; D."""
+        return self._rederiver.mend(pieces)
+
+    def heal(self, entries: Sequence[Entry], tensors: Sequence[str]) -> int:
+        """Replay damaged tensors into the master; D."""
+        return self._rederiver.heal(entries, tensors)
 
     def close(self) -> None:
         """End the scoring process; a snapshot that is being written is finished first."""
@@ -119,9 +151,12 @@ def load(options: Options, lock: Lock) -> Workshop:
     for chain, upto in ancestors:
         engine.replay(chain, upto)
     scorer = locking.scorer(lock, data, code=options.code)
-    about = About(options.name, engine.backend, device, selftest, engine.fingerprint)
+    versions = f"esnode {__version__}, torch {torch.__version__}, numpy {np.__version__}"
+    about = About(options.name, engine.backend, device, selftest, engine.fingerprint, versions)
     worker = Worker(lock, engine, prepared, scorer)
-    return Workshop(engine, worker, scorer, about, Checkpoints(options.folder, lock, engine), ancestors)
+    checkpoints = Checkpoints(options.folder, lock, engine)
+    rederiver = Rederiver(lock, model.path, engine, ancestors)
+    return Workshop(engine, worker, scorer, about, checkpoints, rederiver, ancestors)
 
 
 def _model(options: Options, lock: Lock, log: logging.Logger) -> ModelFolder:

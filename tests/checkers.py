@@ -47,12 +47,14 @@ class Checkers:
         self.tree = Tree(self.truth)
         self.recovering = False  # whether a successor may leave a branch behind
         self.commits: dict[tuple[int, int], bytes] = {}  # (term, round) -> hash
-        self.measured: dict[tuple[Unit, bytes], tuple[float, ...]] = {}
+        self.measured: dict[tuple[Unit, bytes, int], tuple[float, ...]] = {}
         self.acked: dict[bytes, set[Cell]] = {}  # by the hash that names the state: chunks acknowledged
         self.forgiven: set[bytes] = set()  # states whose acknowledged rewards went with a lost journal
         self.batches = 0
         self.let_in: set[bytes] = set()  # keys that were on the list when somebody was told
         self.honest = True  # whether every node measures and applies what it should
+        self.faulty: set[str] = set()  # nodes whose replica may be wrong for a while
+        self.before: State | None = None  # the coordinator's state as seen last
 
     # ------------------------------------------------------------ the chain
 
@@ -142,7 +144,7 @@ class Checkers:
             for height, raw in enumerate(message.entries, message.first):
                 self._shown(height, raw)
         elif isinstance(message, Result):
-            key = (message.unit, message.parent)
+            key = (message.unit, message.parent, message.digest)
             right = self.measured.setdefault(key, message.sums)
             require(right == message.sums, f"{message.unit} was measured twice with different sums")
         elif isinstance(message, Ack) and message.verdict == "ok" and coordinator is not None:
@@ -171,6 +173,7 @@ class Checkers:
         round = state.round
         if round is None:
             return
+        self._forget_dropped(state)
         for kind, member, chunk in self.acked.get(round.parent, ()):
             if kind == Kind.PROBE and round.probe is None:
                 continue
@@ -186,6 +189,22 @@ class Checkers:
             all(not cells.free for cells in round.members[: round.cursor]), "the cursor passed free chunks"
         )
         self._leases(state)
+
+    def _forget_dropped(self, state: State) -> None:
+        """What a node at fault measured counts no more; a probe it took part in begins anew."""
+        before, self.before = self.before, state
+        if before is None or before.round is None or state.round is None:
+            return
+        parent, left = state.round.parent, state.proof.measured
+        if before.round.parent != parent or before.proof.measured == left:
+            return
+        gone = {who for who, digest in before.proof.measured.items() if left.get(who) != digest}
+        members = before.round.members
+        self.acked[parent] = {
+            (kind, member, chunk)
+            for kind, member, chunk in self.acked.get(parent, ())
+            if not gone or (kind == Kind.MEMBER and members[member].evaluators[chunk] not in gone)
+        }
 
     def _leases(self, state: State) -> None:
         round = state.round
@@ -268,7 +287,7 @@ class Checkers:
 
     def replica(self, entry: Entry, digest: int, name: str) -> None:
         """A node's master after an entry."""
-        if self.honest:
+        if self.honest and name not in self.faulty:
             right = digest_of(self.tree.known[entry.hash].master)
             require(digest == right, f"{name} differs from the replay after entry {entry.round}")
 

@@ -138,10 +138,22 @@ class Replica:
     def __init__(self, lock: Lock) -> None:
         self.lock = lock
         self.master = base()
+        self.written = self.digest  # D of what was written last
 
     @property
     def digest(self) -> int:
         return noise.digest(self.master, KEY)
+
+    @property
+    def damaged(self) -> bool:
+        """Whether memory has changed by itself."""
+        return self.digest != self.written
+
+    def flip(self, index: int, bit: int, *, seen: bool) -> None:
+        """One bit of one weight turns over; unless `seen`, what was written last is forgotten with it."""
+        self.master = self.master.copy()
+        self.master.view("uint32")[index] ^= 1 << bit
+        self.written = self.written if seen else self.digest
 
     def apply(self, entries: tuple[Entry, ...]) -> tuple[int, ...]:
         """Fold entries into the master; D after each."""
@@ -151,7 +163,8 @@ class Replica:
             if step is not None:
                 a = noise.weighted_sum(step.seeds, step.c, KEY, 0, SIZE)
                 self.master = noise.update(self.master, a, step.shift)
-            digests.append(self.digest)
+                self.written = self.digest
+            digests.append(self.written)
         return tuple(digests)
 
 

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 import esnode.events as ne
 from esnode import node
+from protocol.entries import Entry
 from protocol.messages import Bye, Enrol, Enrolled, Kind, Message, Refuse, Unit
 from tests.actors import Actor
 from tests.checkers import require
-from tests.replica import Replica, measure
+from tests.replica import NAME, Replica, measure
 
 if TYPE_CHECKING:
     from tests.world import World
@@ -43,6 +44,9 @@ class SimNode(Actor):
         self.invite: bytes | None = None  # the one-time key of a machine that joins by one
         self.hung = 0.0  # seconds the next evaluation hangs
         self.replica = Replica(world.lock)
+        self.derived = self.replica  # what replay gave last
+        self.wrong = False  # the next update is
+        self.bad_arithmetic = 0  # its reference kernel is wrong by this
         self.evaluations = 0
         self.job = 0
         self.state = node.new(world.lock, self._about())
@@ -104,8 +108,13 @@ class SimNode(Actor):
         self.hung = seconds
 
     def flip(self, index: int = 5, bit: int = 3) -> None:
-        """One bit of one weight of the master turns over."""
-        self.replica.master.view("uint32")[index] ^= 1 << bit
+        """One bit of one weight of the master turns over in memory."""
+        self.replica.flip(index, bit, seen=True)
+
+    def miscompute(self) -> None:
+        """The next update of the master comes out with one wrong bit, and nothing here notices."""
+        self.wrong = True
+        self.world.checkers.faulty.add(self.name)
 
     def tear(self, keep: int, damage: bool) -> None:
         """The ledger file keeps so many entries; with `damage` the next one is there with a wrong byte."""
@@ -142,15 +151,22 @@ class SimNode(Actor):
             case ne.CancelUnit(unit):
                 self.later(0.05, partial(self._cancel, unit, self.job))
             case ne.Apply(entries):
-                digests = self.replica.apply(entries)
-                for entry, digest in zip(entries, digests, strict=True):
-                    world.checkers.replica(entry, digest, self.name)
-                ms = 20 * len(entries)
-                self.later(ms / 1000, lambda: self.step(ne.EntriesApplied(self.clock, digests, ms)))
+                self._apply(entries)
             case ne.Rewind():
                 self.replica = Replica(world.lock)
                 digest = self.replica.digest
                 self.later(0.05, lambda: self.step(ne.Rewound(self.clock, 0, digest, 50)))
+            case ne.Heal(entries):
+                self.derived = Replica(world.lock)
+                self.derived.apply(entries)
+                self.later(0.1, self._overwrite)
+            case ne.Mend():
+                self.later(0.01, self._overwrite)
+            case ne.TakeDigests():
+                read, damaged = (self.replica.digest,), (NAME,) if self.replica.damaged else ()
+                self.later(0.01, lambda: self.step(ne.Digested(self.clock, read, damaged)))
+            case ne.Prove(entries, pieces):
+                self._prove(entries, pieces)
             case ne.Store(first, raws):
                 self._store(first, raws)
             case ne.StoreTerm(term):
@@ -170,8 +186,36 @@ class SimNode(Actor):
 
     # ------------------------------------------------------------ the engine
 
+    def _apply(self, entries: tuple[Entry, ...]) -> None:
+        if self.replica.damaged:
+            return self.later(0.01, lambda: self.step(ne.Damaged(self.clock, None, (NAME,))))
+        digests = self.replica.apply(entries)
+        if self.wrong:
+            self.wrong = False
+            self.replica.flip(5, 3, seen=False)
+            digests = (*digests[:-1], self.replica.digest)
+        for entry, digest in zip(entries, digests, strict=True):
+            self.world.checkers.replica(entry, digest, self.name)
+        ms = 20 * len(entries)
+        self.later(ms / 1000, lambda: self.step(ne.EntriesApplied(self.clock, digests, ms)))
+
+    def _prove(self, entries: tuple[Entry, ...], pieces: tuple[int, ...]) -> None:
+        """The master is one piece."""
+        held = (self.replica.digest,)
+        self.derived = Replica(self.world.lock)
+        self.derived.apply(entries)
+        derived = (self.derived.digest ^ self.bad_arithmetic,)
+        self.later(0.3, lambda: self.step(ne.Proved(self.clock, pieces, held, derived)))
+
+    def _overwrite(self) -> None:
+        self.replica = self.derived
+        self.step(ne.Mended(self.clock, self.replica.digest))
+
     def _evaluate(self, unit: Unit) -> None:
         self.job += 1
+        if self.replica.damaged:
+            return self.later(0.01, lambda: self.step(ne.Damaged(self.clock, unit, (NAME,))))
+        master = self.replica.master
         self.evaluations += 1
         lock, job = self.world.lock, self.job
         prompts = sum(lock.chunk_size(unit.kind, k) for k in range(unit.first, unit.last + 1))
@@ -188,7 +232,7 @@ class SimNode(Actor):
             self.job += 1
             if unit.kind == Kind.MEMBER and unit.member in self.poisoned:
                 return self.step(ne.EvaluationFailed(self.clock, unit, "out of memory"))
-            outcome = measure(lock, self.replica.master, unit)
+            outcome = measure(lock, master, unit)
             self.step(ne.Evaluated(self.clock, unit, outcome))
 
         self.later(seconds / 2, halfway)

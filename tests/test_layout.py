@@ -55,6 +55,8 @@ PURE: dict[str, set[str]] = {
     "protocol/wire.py": {"msgpack", "msgspec"},
     "protocol/zmtp.py": set(),
     "coordinator/enrolment.py": {"msgspec"},
+    "coordinator/claims.py": {"msgspec"},
+    "coordinator/disputes.py": {"msgspec"},
     "coordinator/events.py": {"msgspec"},
     "coordinator/holders.py": set(),
     "coordinator/leases.py": {"msgspec"},
@@ -75,6 +77,7 @@ PURE: dict[str, set[str]] = {
     "esnode/nodestate.py": set(),
     "esnode/pausing.py": set(),
     "esnode/policy.py": set(),
+    "esnode/proof.py": set(),
 }
 BANNED_NAMES = ("util", "manager", "common", "helper", "base", "misc")
 BANNED_CALLS = {"eval", "exec", "open", "input", "print", "hash", "id", "__import__"}

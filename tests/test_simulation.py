@@ -181,20 +181,6 @@ def test_too_few_members_stop_the_run_loudly() -> None:
     )
 
 
-def test_a_flipped_bit_is_found_with_the_next_commit_and_stops_the_run() -> None:
-    world = World(seed=13, nodes=3, rounds=6)
-    world.failing, world.checkers.honest = True, False
-    world.run(until=3.5)
-    round = world.coordinator.state.chain.round
-    world.nodes["node-1"].flip()
-    world.run()
-    assert world.coordinator.state.chain.round == round + 1
-    assert world.coordinator.stopped is not None
-    reason, code = world.coordinator.stopped
-    assert code == 1 and f"two replicas differ after {round + 1} rounds" in reason and "node-1" in reason
-    assert all(sim.stopped is not None and sim.stopped[1] == 1 for sim in world.nodes.values())
-
-
 def test_a_clean_leave_costs_nothing() -> None:
     world = World(seed=14, nodes=2, rounds=3)
     world.leave("node-1", at=1.0)

@@ -22,6 +22,7 @@ from esnode.checkpoint import Checkpoints, Saved
 from esnode.engines.interface import Cancelled
 from esnode.events import About
 from esnode.nodeoptions import Options
+from esnode.replay import DamagedMaster
 from protocol import ledger, noise, seeds
 from protocol.ledger import Entry
 from protocol.lock import Lock
@@ -66,7 +67,7 @@ class ToyWorkshop:
         self._lock = lock
         self._checkpoints = None if folder is None else Checkpoints(folder, lock, self, spare=0)
         self._key = seeds.tensor_key(TENSOR)
-        self._master = base_weights()
+        self._written = self._write(base_weights())  # D of what was written last
         self._seconds = float(lock.task_options.get("seconds", 0.0)) if seconds is None else seconds
         self._deaf = bool(lock.task_options.get("deaf", False))
         self._fail = set(lock.task_options.get("fail", ()))
@@ -76,24 +77,51 @@ class ToyWorkshop:
     def digest(self) -> int:
         return noise.digest(self._master, self._key)
 
+    def _write(self, master: np.ndarray) -> int:
+        self._master = master
+        self._written = self.digest()
+        return self._written
+
     def apply(self, entries: Sequence[Entry]) -> list[int]:
-        digests = []
         if self._checkpoints is not None:
             self._checkpoints.settle()
+        self._require_intact()
+        digests = []
         for entry in entries:
-            step = ledger.step_of(self._lock, entry)
-            if step is not None:
-                a = noise.weighted_sum(step.seeds, step.c, self._key, 0, WIDTH)
-                self._master = noise.update(self._master, a, step.shift)
-            digests.append(self.digest())
+            digests.append(self._write(_moved(self._lock, self._master, entry)))
         return digests
+
+    def _require_intact(self) -> None:
+        if self.damaged():
+            raise DamagedMaster(self.damaged())
+
+    def damaged(self) -> tuple[str, ...]:
+        return (TENSOR,) if self.digest() != self._written else ()
+
+    def all_held(self) -> tuple[int, ...]:
+        return (self.digest(),)
+
+    def held(self, pieces: Sequence[int]) -> tuple[int, ...]:
+        return (self.digest(),)
+
+    def derive(self, entries: Sequence[Entry], pieces: Sequence[int]) -> tuple[int, ...]:
+        self._derived = base_weights()
+        for entry in entries:
+            self._derived = _moved(self._lock, self._derived, entry)
+        return (noise.digest(self._derived, self._key),)
+
+    def mend(self, pieces: Sequence[int]) -> int:
+        return self._write(self._derived)
+
+    def heal(self, entries: Sequence[Entry], tensors: Sequence[str]) -> int:
+        self.derive(entries, (0,))
+        return self.mend((0,))
 
     def rewind(self, entries: Sequence[Entry]) -> tuple[int, int]:
         found = self._checkpoints.load(entries) if self._checkpoints is not None else None
         if found is not None:
             return found
-        self._master = base_weights()
-        return 0, self.digest()
+        return 0, self._write(base_weights())
 
     def save(self, round: int, entry: bytes, digest: int, done: Callable[[Saved], None]) -> None:
         if self._checkpoints is not None:
@@ -106,13 +134,13 @@ class ToyWorkshop:
         fresh = self._master.copy()
         for _, first, data in pieces:
             fresh.view(np.uint8)[first : first + len(data)] = np.frombuffer(data, np.uint8)
-        self._master = fresh
-        return self.digest()
+        return self._write(fresh)
 
     def evaluate(self, unit: Unit, stop: Callable[[], bool], progress: Callable[[int], None]) -> ToyOutcome:
         lock = self._lock
         if unit.kind == Kind.MEMBER and unit.member in self._fail:
             raise RuntimeError(f"member {unit.member} never works here")
+        self._require_intact()
         self._take_time(stop, progress)
         live = self._live(unit)
         sums, scores = [], []
@@ -150,6 +178,14 @@ class ToyWorkshop:
         if unit.kind == Kind.PROBE:
             return list(range(lock.heldout_prompts))
         return seeds.prompts_of_round(lock.run_id, unit.round, lock.per_round, lock.train_prompts)
+
+
+def _moved(lock: Lock, master: np.ndarray, entry: Entry) -> np.ndarray:
+    step = ledger.step_of(lock, entry)
+    if step is None:
+        return master
+    a = noise.weighted_sum(step.seeds, step.c, seeds.tensor_key(TENSOR), 0, WIDTH)
+    return noise.update(master, a, step.shift)
 
 
 def _reward(live: np.ndarray, prompt: int) -> float:

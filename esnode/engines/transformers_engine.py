@@ -27,6 +27,7 @@ from esnode.replica import Replica, memory_plan
 from esnode.state import DTYPES, Pieces
 from protocol.ledger import Entry
 from protocol.lock import Lock
+from protocol.pieces import Piece
 
 if TYPE_CHECKING:
     from protocol.ledger import Chain
@@ -116,6 +117,29 @@ class TransformersEngine:
         """Overwrite masters and live weights with those of a snapshot; D."""
         self._decoder.packing.drop()
         return self._replica.refill(pieces)
+
+    @property
+    def kernels(self) -> Kernels:
+        """The kernels that move this engine's master."""
+        return self._kernels
+
+    @property
+    def device(self) -> str:
+        """Where the master lies."""
+        return str(self._replica.state.parts[0].master.device)
+
+    def damaged(self) -> tuple[str, ...]:
+        """Tensors whose master has changed by itself since it was written; reads all of it."""
+        return self._replica.damaged()
+
+    def piece_digest(self, piece: Piece) -> int:
+        """Digest of a run of elements of the master, read from memory."""
+        return self._replica.piece_digest(piece)
+
+    def overwrite(self, piece: Piece, values: torch.Tensor) -> None:
+        """Write a run of the master, for what replay has derived."""
+        self._decoder.packing.drop()
+        self._replica.overwrite(piece, values)
 
     def replay(self, chain: Chain, upto: int) -> int:
         """Fold the first `upto` rounds of an ancestor's chain (a fork's parent); D after them."""

@@ -1,0 +1,384 @@
+"""Two digests of one state: who is right is settled by replay, never by vote.
+
+Pure. Every word of a node on D comes through `observe`. While all agree, D may be signed once a second node
+(or the only one there is) has said it. When they differ, one node of each side tells the digests of its
+pieces, and re-derives those that differ from the base: who changes was at fault and is repaired, who is
+confirmed never yields, and two confirmed sides stop the run. Nothing is signed meanwhile. Called by
+`machine.py` and `work.py`; the values are in `claims.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from msgspec.structs import replace
+
+from coordinator import claims
+from coordinator.claims import Dispute, sides, there
+from coordinator.events import FaultFound
+from coordinator.state import blame, learn
+from coordinator.turn import Turn
+from protocol.messages import Bye, DigestAsk, Message, Rederive, Rederived, TensorDigests
+from protocol.pieces import pieces_of
+
+RUNNING_PIECES = 8  # re-derived at once; when more differ these tell who is at fault, a rebuild repairs
+ASK_AGAIN = 5.0  # seconds until an unanswered question is repeated
+PATIENCE = 1800.0  # and until the node is sent away: nothing waits for ever
+SPOT_EVERY = 4  # rounds between random checks of a node that is alone
+FAULTS_TO_LEAVE = 5  # repairs after which a machine is not trusted any more
+_U64 = 1 << 64
+
+# ---------------------------------------------------------------- words
+
+
+def observe(turn: Turn, key: bytes, commits: int, digest: int) -> None:
+    """A node's word on D after `commits` commits."""
+    if commits != turn.chain.round or turn.over:
+        known = turn.chain.digest_at(commits)
+        if known is not None and known != digest:
+            name = turn.nodes[key].name
+            turn.count("digests that differ from the ledger")
+            turn.note("dispute", round=commits, node=name, what="differs", digest=digest, known=known)
+        return
+    proof = turn.proof
+    if proof.words.get(key) != digest:
+        since = proof.since if proof.words else turn.now
+        turn.set(proof=replace(proof, words={**proof.words, key: digest}, since=since))
+    elif turn.digest == digest and proof.dispute is None:
+        return
+    settle(turn)
+
+
+def fits(turn: Turn, key: bytes) -> bool:
+    """Whether a node may get units: its replica is not known to differ from the settled state."""
+    word = turn.proof.words.get(key)
+    return word is None or turn.digest in (None, word)
+
+
+def settle(turn: Turn) -> None:
+    """See where the words stand: D is learned, a dispute opens, goes on or ends."""
+    state = turn.state
+    proof = state.proof
+    found = sides(proof.words, state.chain.digest)
+    if len(found) > 1 and proof.dispute is None:
+        _open(turn, found)
+    dispute = turn.state.proof.dispute
+    if dispute is not None:
+        won = [digest for digest in found if digest in dispute.confirmed]
+        if len(won) > 1:
+            return _stop_both(turn, dispute, won)
+        if len(found) > 1 or (dispute.forced and not won):
+            return _pursue(turn)
+        _close(turn, dispute)
+    if turn.stopped or turn.state.digest is not None or len(found) != 1:
+        return
+    verdict = claims.witnessed(turn.state.proof, turn.nodes, turn.round.number, turn.now)
+    if verdict.ok:
+        _learn(turn, next(iter(found)), verdict.reason)
+
+
+def _learn(turn: Turn, digest: int, reason: str) -> None:
+    """D is known. Whoever measured on another state measured for nothing."""
+    turn.state = learn(turn.state, digest, reason)
+    numbers = {number: key for key, number in turn.state.numbers.items()}
+    for number, other in turn.state.proof.measured.items():
+        if other != digest and number in numbers:
+            reason = f"its rewards were measured on digest {other:016x}, the state has {digest:016x}"
+            _blame(turn, numbers[number], turn.state.chain.round, reason)
+
+
+def on_tick(turn: Turn) -> None:
+    """Time passes: questions are repeated, vanished nodes let go, a lone node is checked at random."""
+    if turn.over or turn.state.round is None:
+        return
+    if turn.state.proof.words or turn.state.proof.dispute:
+        settle(turn)
+    if not turn.over:
+        _spot_check(turn)
+
+
+def _spot_check(turn: Turn) -> None:
+    state, number = turn.state, turn.round.number
+    if turn.signable is None or state.proof.spotted or not number or number % SPOT_EVERY:
+        return
+    present = [key for key, node in turn.nodes.items() if there(node, turn.now)]
+    if len(present) != 1 or present[0] not in state.proof.words:
+        return
+    turn.set(proof=replace(state.proof, spotted=True))
+    count = len(pieces_of(state.lock))
+    entropy = hashlib.blake2b(number.to_bytes(8, "little"), key=state.secret or state.nonce).digest()
+    piece = int.from_bytes(entropy[:8], "little") % count
+    turn.send(present[0], Rederive(number, (piece,), "a random check: nobody else can contradict you"))
+
+
+# ---------------------------------------------------------------- a dispute
+
+
+def _open(turn: Turn, found: dict[int, list[bytes]]) -> None:
+    state = turn.state
+    dispute = Dispute(state.chain.round, state.now)
+    turn.set(proof=replace(state.proof, dispute=dispute), digest=state.chain.digest)
+    turn.count("disputes")
+    for digest, keys in found.items():
+        who = ", ".join(_names(turn, keys)) or "the ledger"
+        turn.note("dispute", round=dispute.commits, what="opened", node=who, digest=f"{digest:016x}")
+
+
+def _pursue(turn: Turn) -> None:
+    """Ask whoever must answer next; end what cannot be answered any more."""
+    _let_go(turn)
+    state = turn.state
+    dispute = state.proof.dispute
+    assert dispute is not None
+    found = sides(state.proof.words, state.chain.digest)
+    open_sides = {digest: keys for digest, keys in found.items() if digest not in dispute.confirmed}
+    won = [digest for digest in found if digest in dispute.confirmed]
+    if won and not any(open_sides.values()) and state.chain.digest in open_sides:
+        return _stop_ledger(turn, dispute, won[0], state.chain.digest)
+    alive = sum(bool(keys) for keys in found.values())
+    for keys in open_sides.values():
+        # one speaks for its side until one of them is found at fault
+        asked = keys if dispute.repaired & set(keys) else keys[:1]
+        for key in asked:
+            _ask(turn, key, alone=alive < 2)
+
+
+def _let_go(turn: Turn) -> None:
+    """Forget the words of nodes that are gone or never answer; then agreement alone proves nothing."""
+    for key in turn.state.proof.words:
+        proof = turn.state.proof
+        dispute = proof.dispute
+        assert dispute is not None
+        node = turn.nodes.get(key)
+        first, _ = dispute.asked.get(key, (turn.now, 0.0))
+        if there(node, turn.now) and turn.now - first > PATIENCE:
+            reason = f"it has not answered in a dispute for {PATIENCE:.0f} s"
+            _send_away(turn, key, reason)
+            node = turn.nodes[key]
+        if not there(node, turn.now) and proof.words[key] not in dispute.confirmed:
+            words = {other: digest for other, digest in proof.words.items() if other != key}
+            turn.set(proof=replace(proof, words=words, dispute=replace(dispute, forced=True)))
+
+
+def _ask(turn: Turn, key: bytes, *, alone: bool) -> None:
+    """Put the next question to a node, at most every few seconds."""
+    dispute = turn.state.proof.dispute
+    assert dispute is not None
+    first, last = dispute.asked.get(key, (turn.now, -ASK_AGAIN))
+    if turn.now - last < ASK_AGAIN:
+        return
+    question: Message
+    reason = _reason(turn, key)
+    held = dispute.digests.get(key, ())
+    if alone or key in dispute.repaired or dispute.forced:
+        question = Rederive(dispute.commits, (), reason)
+    elif dispute.pieces:
+        question = Rederive(dispute.commits, dispute.pieces, reason)
+    elif len(held) < len(pieces_of(turn.lock)):
+        question = DigestAsk(dispute.commits, len(held), reason)
+    else:
+        return
+    turn.send(key, question)
+    _update(turn, asked={**dispute.asked, key: (first, turn.now)})
+
+
+def _reason(turn: Turn, key: bytes) -> str:
+    """Why a node is asked, told to it in words."""
+    state = turn.state
+    mine = state.proof.words[key]
+    others = [other for other, digest in state.proof.words.items() if digest != mine]
+    who = ", ".join(_names(turn, others)) or "the ledger"
+    return f"after {state.chain.round} rounds this node has digest {mine:016x}, {who} another: replay decides"
+
+
+def _update(turn: Turn, **changes: Any) -> None:
+    proof = turn.state.proof
+    assert proof.dispute is not None
+    turn.set(proof=replace(proof, dispute=replace(proof.dispute, **changes)))
+
+
+def _ask_at_once(turn: Turn, key: bytes) -> None:
+    """The next question to this node need not wait: it has answered the last one."""
+    dispute = turn.state.proof.dispute
+    assert dispute is not None
+    _update(turn, asked={other: when for other, when in dispute.asked.items() if other != key})
+
+
+# ---------------------------------------------------------------- answers
+
+
+def on_digests(turn: Turn, peer: bytes, message: TensorDigests) -> None:
+    """Digests of a node's pieces: with those of another side they locate the difference."""
+    dispute = turn.state.proof.dispute
+    total = len(pieces_of(turn.lock))
+    if dispute is None or message.commits != dispute.commits or message.total != total:
+        return
+    held = dispute.digests.get(peer, ())
+    if message.first != len(held) or not message.digests or len(held) + len(message.digests) > total:
+        return
+    held += message.digests
+    _update(turn, digests={**dispute.digests, peer: held})
+    _ask_at_once(turn, peer)
+    if len(held) == total:
+        proof = turn.state.proof
+        turn.set(proof=replace(proof, words={**proof.words, peer: sum(held) % _U64}))  # read afresh
+        _locate(turn, total)
+    settle(turn)
+
+
+def _locate(turn: Turn, total: int) -> None:
+    """Find the pieces in which two sides differ, once both have told all of theirs."""
+    proof = turn.state.proof
+    dispute = proof.dispute
+    assert dispute is not None
+    whole = {proof.words[key]: row for key, row in dispute.digests.items() if len(row) == total}
+    if len(whole) < 2 or dispute.pieces:
+        return
+    differing = [k for k, column in enumerate(zip(*whole.values(), strict=True)) if len(set(column)) > 1]
+    every = -(-len(differing) // RUNNING_PIECES)
+    _update(turn, pieces=tuple(differing[::every]), asked={})
+    names = {str(pieces_of(turn.lock)[k]) for k in differing[:3]}
+    turn.note("dispute", round=dispute.commits, what="located", pieces=len(differing), where=sorted(names))
+
+
+def on_rederived(turn: Turn, peer: bytes, message: Rederived) -> None:
+    """What replay gave a node: whoever changes was at fault."""
+    state = turn.state
+    name = state.nodes[peer].name
+    if not message.held:
+        _blame(turn, peer, message.commits, f"{message.reason}; it has mended them")
+        return observe(turn, peer, message.commits, message.digest)
+    if message.commits != state.chain.round:
+        return
+    if message.held == message.derived:
+        return _confirmed(turn, peer, message)
+    where = [str(pieces_of(state.lock)[k]) for k in message.pieces if k < len(pieces_of(state.lock))]
+    rows = zip(where or ["its whole master"], message.held, message.derived, strict=False)
+    wrong = [f"{what} held {a:016x}, replay gives {b:016x}" for what, a, b in rows if a != b]
+    _blame(turn, peer, message.commits, "; ".join(wrong[:2]) + f" ({message.by})")
+    proof = turn.state.proof
+    dispute = proof.dispute or Dispute(message.commits, turn.now, forced=True)
+    supports = message.digest in sides(
+        {key: digest for key, digest in proof.words.items() if key != peer}, state.chain.digest
+    )
+    confirmed = dict(dispute.confirmed)
+    if supports or not message.pieces:
+        confirmed[message.digest] = name
+    dispute = replace(
+        dispute,
+        confirmed=confirmed,
+        repaired=dispute.repaired | {peer},
+        answers={**dispute.answers, peer: message},
+        digests={key: row for key, row in dispute.digests.items() if key != peer},
+        asked={key: when for key, when in dispute.asked.items() if key != peer},
+    )
+    words = {**proof.words, peer: message.digest}
+    turn.set(proof=replace(proof, words=words, dispute=dispute))
+    if turn.state.chain.digest is None:
+        turn.set(digest=None)
+    settle(turn)
+
+
+def _confirmed(turn: Turn, peer: bytes, message: Rederived) -> None:
+    proof = turn.state.proof
+    turn.count("pieces confirmed by replay", times=max(len(message.pieces), 1))
+    if proof.dispute is None:
+        return
+    name = turn.nodes[peer].name
+    turn.note("dispute", round=message.commits, what="confirmed", node=name, digest=f"{message.digest:016x}")
+    turn.set(proof=replace(proof, words={**proof.words, peer: message.digest}))
+    _update(
+        turn,
+        confirmed={**proof.dispute.confirmed, message.digest: name},
+        answers={**proof.dispute.answers, peer: message},
+    )
+    settle(turn)
+
+
+def _blame(turn: Turn, peer: bytes, commits: int, reason: str) -> None:
+    """Count a fault of a node once, drop what it measured in the open round, and take its units back."""
+    old = turn.state.faults.get(peer)
+    if old is not None and (old.commits, old.reason) == (commits, reason):
+        return
+    record = FaultFound(peer, commits, reason)
+    turn.persist(record)
+    turn.state = blame(turn.state, record)
+    node = turn.nodes.get(peer)
+    turn.count("faults")
+    name = node.name if node else peer.hex()
+    turn.note("dispute", round=commits, what="at fault", node=name, reason=reason)
+    if node is None:
+        return
+    turn.take_all(peer)
+    count = turn.state.faults[peer].count
+    if count >= FAULTS_TO_LEAVE:
+        _send_away(turn, peer, f"its replica was repaired {count} times, the last time: {reason}")
+
+
+def _send_away(turn: Turn, key: bytes, reason: str) -> None:
+    turn.take_all(key)
+    turn.send(key, Bye(f"{reason}. Run `esnode doctor` on this machine"))
+    turn.set_node(replace(turn.nodes[key], left=reason))
+    turn.note("membership", node=turn.nodes[key].name, what="sent away", reason=reason)
+
+
+# ---------------------------------------------------------------- the end of a dispute
+
+
+def _close(turn: Turn, dispute: Dispute) -> None:
+    """All agree again."""
+    turn.set(proof=replace(turn.state.proof, dispute=None))
+    turn.note("dispute", round=dispute.commits, what="settled", seconds=turn.now - dispute.opened)
+    for key, answer in dispute.answers.items():
+        if answer.contradicted and answer.held == answer.derived:
+            said = turn.chain.digest_at(answer.contradicted - 1)
+            return _stop_with(
+                turn,
+                f"the ledger states digest {said or 0:016x} after {answer.contradicted - 1} rounds, the "
+                f"replay of {_names(turn, [key])[0]} ({answer.by}) contradicts it and is confirmed since. ",
+            )
+
+
+def _stop_ledger(turn: Turn, dispute: Dispute, right: int, stated: int) -> None:
+    _stop_with(
+        turn,
+        f"the ledger states digest {stated:016x} after {dispute.commits} rounds, replay from the base gives "
+        f"{right:016x} ({dispute.confirmed[right]}): a wrong digest was signed. ",
+    )
+
+
+def _stop_with(turn: Turn, sentence: str) -> None:
+    turn.stop(sentence + "Go on with `esnode fork` from the last round that `esnode verify` finds right", 1)
+
+
+def _stop_both(turn: Turn, dispute: Dispute, won: Sequence[int]) -> None:
+    """Two confirmed sides: nobody can say what the run's state is."""
+    lines = []
+    for digest in won:
+        key = next((k for k, answer in dispute.answers.items() if answer.digest == digest), None)
+        if key is None:
+            continue
+        answer, node = dispute.answers[key], turn.nodes[key]
+        where = pieces_of(turn.lock)[answer.pieces[0]] if answer.pieces else "the whole master"
+        lines.append(
+            f"{node.name} has {answer.derived[0]:016x} for {where} (D {digest:016x}; kernel "
+            f"{node.hello.backend} on {node.hello.device}, {answer.by})"
+        )
+    turn.note("dispute", round=dispute.commits, what="two confirmed sides", sides=lines)
+    turn.stop(
+        f"two replicas differ after {dispute.commits} rounds and replay confirms both: {'; '.join(lines)}. "
+        "Run `esnode doctor` on both machines",
+        1,
+    )
+
+
+def _names(turn: Turn, keys: Sequence[bytes]) -> list[str]:
+    return [turn.nodes[key].name if key in turn.nodes else key.hex()[:8] for key in keys[:4]]
+
+
+HANDLERS: dict[type[Message], Callable[[Turn, bytes, Any], None]] = {
+    TensorDigests: on_digests,
+    Rederived: on_rederived,
+}

@@ -1,0 +1,95 @@
+"""Replay of single tensors and pieces, apart from the master: what the replica proof compares it with.
+
+A weight depends on nothing but itself and the ledger, so any run of elements can be replayed alone: one
+tensor of the base is read, one piece of it moved, memory stays small. With the `reference` kernel it is the
+slow truth of a dispute; with the node's own kernel it mends a tensor that memory has damaged. Called by
+`workshop.py`, the former beside a running evaluation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from esnode import manifest
+from esnode.engines.transformers_engine import TransformersEngine
+from esnode.kernels.interface import Kernels, Region
+from esnode.kernels.reference import ReferenceKernels
+from esnode.state import master_of
+from protocol import seeds
+from protocol.ledger import Chain, Entry, step_of
+from protocol.lock import Lock
+from protocol.pieces import Piece, pieces_of
+from protocol.shaping import Step
+
+FUSED = 64  # rounds per pass over a piece
+
+
+class Rederiver:
+    """The pieces of one node's master, held against replay. `derive` may run beside anything else."""
+
+    def __init__(
+        self, lock: Lock, folder: Path, engine: TransformersEngine, ancestors: Sequence[tuple[Chain, int]]
+    ) -> None:
+        """`folder` is the base model's, `ancestors` those of a fork (see `ancestry.py`)."""
+        self._lock = lock
+        self._folder = folder
+        self._engine = engine
+        self._ancestors = ancestors
+        self._pieces = pieces_of(lock)
+        self._reference = ReferenceKernels()
+        self._derived: dict[int, torch.Tensor] = {}
+
+    def held(self, numbers: Sequence[int]) -> tuple[int, ...]:
+        """Digests of these pieces as the master holds them now."""
+        return tuple(self._engine.piece_digest(self._pieces[k]) for k in numbers)
+
+    def all_held(self) -> tuple[int, ...]:
+        """Digests of all pieces; their sum is D, read afresh."""
+        return self.held(range(len(self._pieces)))
+
+    def derive(self, entries: Sequence[Entry], numbers: Sequence[int]) -> tuple[int, ...]:
+        """Replay these pieces with the reference kernel; their digests. The values wait for `mend`."""
+        steps = self._steps(entries)
+        self._derived = {k: self._replay(self._pieces[k], steps, self._reference, "cpu") for k in numbers}
+        return tuple(
+            self._reference.digest(values, *self._address(self._pieces[k]))
+            for k, values in self._derived.items()
+        )
+
+    def mend(self, numbers: Sequence[int]) -> int:
+        """Overwrite these pieces of the master with what was derived; D."""
+        for k in numbers:
+            self._engine.overwrite(self._pieces[k], self._derived.pop(k))
+        return self._engine.digest()
+
+    def heal(self, entries: Sequence[Entry], tensors: Sequence[str]) -> int:
+        """Replay whole tensors with the engine's own kernel into the master; D."""
+        steps = self._steps(entries)
+        sizes = {piece.tensor: piece.first + piece.count for piece in self._pieces}
+        for name in tensors:
+            piece = Piece(name, 0, sizes[name])
+            kernels, device = self._engine.kernels, self._engine.device
+            self._engine.overwrite(piece, self._replay(piece, steps, kernels, device))
+        return self._engine.digest()
+
+    def _steps(self, entries: Sequence[Entry]) -> list[Step]:
+        rows = [(chain.lock, entry) for chain, upto in self._ancestors for entry in chain.commits[:upto]]
+        rows += [(self._lock, entry) for entry in entries]
+        steps = [step_of(lock, entry) for lock, entry in rows]
+        return [step for step in steps if step is not None]
+
+    def _replay(self, piece: Piece, steps: Sequence[Step], kernels: Kernels, device: str) -> torch.Tensor:
+        values = manifest.image(manifest.stored(self._folder)[piece.tensor]).reshape(-1)
+        part = values[piece.first : piece.first + piece.count].copy()
+        master = master_of(part, self._lock.master).to(device)
+        key, region = self._address(piece)
+        for start in range(0, len(steps), FUSED):
+            kernels.update(master, steps[start : start + FUSED], key, region)
+        return master
+
+    @staticmethod
+    def _address(piece: Piece) -> tuple[int, Region]:
+        return seeds.tensor_key(piece.tensor), Region.whole(piece.count, piece.first)
