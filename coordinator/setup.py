@@ -14,7 +14,7 @@ from pathlib import Path
 from protocol import keys, plan
 from protocol.entries import public_key
 from protocol.errors import UserError
-from protocol.lock import lock_from_bytes
+from protocol.lock import LockError, lock_from_bytes
 from protocol.plan import Lock, Ops
 
 ADDRESS = "address"
@@ -46,7 +46,7 @@ class Setup:
     def load(cls, folder: Path) -> Setup:
         """Read everything, make the CURVE key at the first start, publish its public half."""
         inner = folder / "coordinator"
-        lock = lock_from_bytes(_read(folder / "lock.json", "`esnode plan lock` or `esnode run` writes it"))
+        lock = _read_lock(folder / "lock.json")
         plan_path = folder / "plan.toml"
         ops = plan.parse(_read(plan_path, "it sets the number of rounds").decode("utf-8", "replace")).ops
         seed = keys.read_signing(inner / "signing.key")
@@ -107,6 +107,16 @@ def _read(path: Path, hint: str) -> bytes:
         return path.read_bytes()
     except FileNotFoundError:
         raise SetupError(f"there is no {path}; {hint}") from None
+
+
+def _read_lock(path: Path) -> Lock:
+    try:
+        return lock_from_bytes(_read(path, "`esnode plan lock` or `esnode run` writes it"))
+    except LockError as error:
+        raise SetupError(
+            f"{path} is damaged ({error}): put a copy of it back, for example a node's, or remove it and "
+            "start with `esnode coordinator serve`, which makes it again from the ledger"
+        ) from error
 
 
 def _stamp(path: Path) -> tuple[int, int]:

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from esnode import planfile
-from esnode.folder import RunFolder, write_file
+from esnode.folder import FolderError, RunFolder, lock_of, without_plan, write_file
 from esnode.tell import Tell
 from protocol import keys, ledger, plan
 from protocol.entries import public_key
 from protocol.errors import UserError
-from protocol.lock import Lock, lock_from_bytes
+from protocol.lock import Lock
 from protocol.plan import Plan
 from protocol.template import template
 
@@ -80,6 +80,8 @@ def own_key() -> str:
 def settle(folder: RunFolder, request: Request, tell: Tell) -> Lock:
     """Bring the folder to the point where processes can start, and return its lock."""
     if not folder.is_run:
+        if folder.lock.exists() and request.plan is None:
+            raise FolderError(without_plan(folder))
         write_file(folder.plan, draft(request).encode())
     else:
         _adjust(folder, request)
@@ -139,11 +141,6 @@ def discard(folder: RunFolder) -> None:
         path.unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # it holds something of the user's
         folder.path.rmdir()
-
-
-def lock_of(folder: RunFolder) -> Lock:
-    """The folder's lock."""
-    return lock_from_bytes(folder.lock.read_bytes())
 
 
 def admit(folder: RunFolder, names: Sequence[str]) -> None:

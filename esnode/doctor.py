@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 _PACKAGES = ("torch", "numba", "transformers", "safetensors", "vllm", "numpy", "msgspec", "pyzmq", "pynacl")
 _FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "neon", "asimd", "bf16")
 _NUMBER = re.compile(r"0[xX][0-9a-fA-F]{1,32}|[0-9]{1,32}")
+MOST_PROBED = 10_000_000  # values of one probe: about 60 MB of text
 _PROBE_CHUNK = 1 << 20
 _SIZES = {"reference": 1 << 19}  # elements a speed is measured on; the slow kernel gets fewer
 _USUAL_SIZE = 1 << 22
@@ -68,6 +69,8 @@ def parse_probe(text: str) -> Probe:
     for name, value, bits in limits:
         if value >= 1 << bits:
             raise BadProbe(f"--probe {text!r}: {name} {value} is not below 2^{bits}")
+    if count > MOST_PROBED:
+        raise BadProbe(f"--probe {text!r}: COUNT {count} is more than {MOST_PROBED}: ask for less at a time")
     if count < 1 or start + count > noise.MAX_INDEX:
         raise BadProbe(f"--probe {text!r}: COUNT {count} must be at least 1 and stay below index 2^62")
     return Probe(seed, tensor, start, count)

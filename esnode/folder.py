@@ -13,6 +13,7 @@ from pathlib import Path
 
 from protocol.errors import UserError
 from protocol.ledger import sync_path
+from protocol.lock import Lock, LockError, lock_from_bytes
 
 MIN_FREE = 16 * 1024 * 1024  # bytes; less than this cannot hold journal, ledger and logs of a short run
 STALE_WAIT = 8.0  # seconds that the children of a killed run get to notice and let go of the lock
@@ -101,6 +102,8 @@ def create(path: Path) -> RunFolder:
             f"{path} already holds a run. Continue it with `esnode run --resume --out {path}`, "
             "or choose another folder with --out."
         )
+    if folder.lock.exists():
+        raise FolderError(without_plan(folder))
     first_files = {".busy", "plan.toml.new"}  # all that a run killed in its first moment leaves behind
     if path.is_dir() and any(entry.name not in first_files for entry in path.iterdir()):
         raise FolderError(f"{path} exists and is no run folder. Choose a new or empty folder with --out.")
@@ -118,9 +121,32 @@ def open_run(path: Path) -> RunFolder:
     folder = RunFolder(path)
     if not path.is_dir():
         raise FolderError(f"there is no folder {path}. Start a run with `esnode run --out {path}`.")
+    if not folder.is_run and folder.lock.exists():
+        raise FolderError(without_plan(folder))
     if not folder.is_run:
         raise FolderError(f"{path} holds no run (no plan.toml). Start one with `esnode run --out {path}`.")
     return folder
+
+
+def lock_of(folder: RunFolder) -> Lock:
+    """The folder's lock. FolderError, with the remedy, when the file is damaged."""
+    try:
+        return lock_from_bytes(folder.lock.read_bytes())
+    except LockError as error:
+        remedy = "put a copy of it back, for example a node's"
+        if folder.ledger.exists():
+            remedy = "remove that one file: the next start makes it again from the ledger"
+        raise FolderError(f"{folder.lock} is damaged ({error}): {remedy}") from error
+
+
+def without_plan(folder: RunFolder) -> str:
+    """What to do about a run whose plan file is gone: of a locked plan only `[ops]` is read any more."""
+    lock = lock_of(folder)
+    words = f"--task '{lock.task}' --model '{lock.model}'"
+    return (
+        f"{folder.plan} is missing; the run itself is still in {folder.lock.name}. Put a copy of the plan "
+        f"back, or write one and set the rounds under [ops]: esnode plan new {words} > {folder.plan}"
+    )
 
 
 def occupy(folder: RunFolder) -> int:

@@ -119,6 +119,8 @@ def _code(lock: Lock, folder: Path, given: Path | None) -> Path | None:
     if not kept.is_relative_to(place.resolve()):
         raise JoinError(f"the run's task {lock.task!r} names a file outside any folder: it cannot be joined")
     if given is not None:
+        if not given.is_file():
+            raise JoinError(f"--task-code {given} is no regular file")
         content = given.read_bytes()
         found = hashlib.sha256(content).hexdigest()
         if found != pinned:

@@ -40,12 +40,14 @@ def resolve(
     parent: Parent | None = None,
     progress: Tell = silent,
     code: Path | None = None,
+    digests: bool = True,
 ) -> tuple[Lock, bytes, ModelFolder]:
     """The lock of a plan, the task's data blob and the model's folder.
 
     `trusted` are the signing keys (hex) when the plan names none. `data` is a blob made before, to be used
     instead of making it again; `parent` the state a fork starts from, whose digest becomes the lock's; `code`
-    the folder that `python:` tasks may be loaded from. Raises what resolving the model, the task and the
+    the folder that `python:` tasks may be loaded from. Without `digests` the weights are not hashed and the
+    lock cannot be that of a run. Raises what resolving the model, the task and the
     prompts raises, LockingError.
     """
     model = models.resolve(plan.model, lambda message: progress(message, 0, 1))
@@ -59,7 +61,10 @@ def resolve(
     with step(progress, "tokenising the prompts"):
         prepared = prompts.prepare(model.path, task, plan.date, max_new_tokens)
         per_round, chunk = _slice(plan, task)
-    base, digest, specs = _weights(plan, model, parent, progress)
+    if digests:
+        base, digest, specs = _weights(plan, model, parent, progress)
+    else:
+        base, digest, specs = "00" * 32, 0, manifest.read(model.path, plan.include, plan.exclude)
     lock = Lock(
         model=model.label,
         base=base,

@@ -93,7 +93,7 @@ def read_lock(run: Path) -> Lock:
     except OSError as error:
         raise FolderMissing(f"cannot read {path}: {error.strerror}; --run names the run's folder") from error
     except LockError as error:
-        remedy = "copy it again from the run's folder, or remove it and run `esnode join` again"
+        remedy = "copy it again from the run's folder, or run `esnode join` again"
         raise FolderMissing(f"{path} is damaged ({error}): {remedy}") from error
 
 

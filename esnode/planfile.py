@@ -29,9 +29,12 @@ class PlanFileError(UserError):
 def read(path: Path) -> Plan | Lock:
     """A plan (TOML) or a lock (JSON), told apart by its first character."""
     try:
-        data = path.read_bytes()[: _LONGEST + 1]
+        with path.open("rb") as file:
+            data = file.read(_LONGEST + 1)  # also of what has no end
     except OSError as error:
         raise PlanFileError(f"cannot read {path}: {error.strerror}.") from error
+    if len(data) > _LONGEST:
+        raise PlanFileError(f"{path} is neither a plan nor a lock: it is longer than {_LONGEST} bytes.")
     if data.lstrip()[:1] == b"{":
         return lock_from_bytes(data)
     return parse(_text(path, data))

@@ -12,7 +12,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from esnode import admin, begin, folder, history, rebuild
+from esnode import admin, folder, history, rebuild
 from protocol import plan
 
 
@@ -26,7 +26,7 @@ def of(path: Path) -> dict[str, Any]:
     rounds = plan.parse(place.plan.read_text(encoding="utf-8")).ops.rounds
     if not place.ledger.exists():
         state = "locked, not started" if place.lock.exists() else "not locked yet"
-        run = begin.lock_of(place).run_id.hex() if place.lock.exists() else None
+        run = folder.lock_of(place).run_id.hex() if place.lock.exists() else None
         return {"state": state, "reason": "", "run": run, "round": 0, "rounds": rounds}
     ledger = rebuild.open_ledger(place.ledger)
     past = history.of_chain(ledger.chain)

@@ -132,6 +132,8 @@ def read_bytes(data: bytes) -> Reading:
 
 def read(path: str | os.PathLike[str]) -> Reading:
     """Read and verify a ledger file. LedgerError when it cannot be opened; damage is reported, not raised."""
+    if Path(path).exists() and not Path(path).is_file():  # a device or a pipe has no end
+        raise LedgerError(f"cannot read the ledger {path}: it is no regular file")
     try:
         return read_bytes(Path(path).read_bytes())
     except OSError as error:

@@ -19,6 +19,7 @@ from esnode.cli import main as front
 from protocol import ledger
 from protocol.errors import UserError
 from tests import ledgers
+from tests.runs import toy_lock
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = ("torch", "transformers", "numba", "matplotlib", "safetensors")
@@ -172,11 +173,23 @@ def test_a_closed_pipe_is_no_error() -> None:
 # ---------------------------------------------------------------- folders and files that will not do
 
 
+def test_devices_are_no_plans_and_no_ledgers() -> None:
+    assert "longer than" in refused("plan", "show", "/dev/zero")
+    assert "there is no ledger /dev/zero" in refused("verify", "/dev/zero")
+
+
 def test_run_refuses_folders_it_cannot_use(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("precious")
     assert "is no run folder" in refused("run", "--out", str(tmp_path))
     assert "there is no folder" in refused("run", "--resume", "--out", str(tmp_path / "nowhere"))
     assert "holds no run" in refused("run", "--resume", "--out", str(tmp_path))
+    (tmp_path / "lock.json").write_bytes(toy_lock(task="gym:chain_sum").to_bytes())
+    for words in (["--resume", "--out"], ["--out"]):
+        sentence = refused("run", *words, str(tmp_path))
+        assert "plan.toml is missing" in sentence and "esnode plan new --task 'gym:chain_sum'" in sentence
+    (tmp_path / "lock.json").write_bytes(b'{"law":1')
+    assert f"{tmp_path / 'lock.json'} is damaged" in refused("run", "--resume", "--out", str(tmp_path))
+    (tmp_path / "lock.json").unlink()
     (tmp_path / "plan.toml").write_text("")
     assert "already holds a run" in refused("run", "--out", str(tmp_path))
     assert (tmp_path / "mine.txt").read_text() == "precious"

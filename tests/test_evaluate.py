@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from esnode import estimates, evaluate, tasks
+from esnode import estimates, evaluate, manifest, tasks
 from esnode.cli.evaluate import evaluate as command
 from esnode.cli.evaluate import parse_option
 from esnode.evaluate import EvaluateError, Settings
@@ -76,6 +76,19 @@ GUESS = """
 def items(): return [{"prompt": "t"}], [{"prompt": str(n)} for n in range(40)]
 def score(item, text): return text == item["prompt"][-1]
 """
+
+
+def test_a_model_is_not_hashed_to_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object) -> str:
+        raise AssertionError("gigabytes would be read for a digest that nobody looks at")
+
+    monkeypatch.setattr(manifest, "base_digest", never)
+    monkeypatch.setattr(manifest, "state_digest", never)
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "target": "b"}\n{"prompt": "c", "target": "d"}\n')
+    model = tiny.write(tmp_path / "model")
+    subject = evaluate.open_model(str(model), f"likelihood:{tmp_path / 'pairs.jsonl'}")
+    assert subject.measure().prompts == 1
+    subject.close()
 
 
 def test_samples_are_counted_per_prompt(tmp_path: Path) -> None:

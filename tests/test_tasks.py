@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -280,6 +281,14 @@ def test_bad_files(tmp_path: Path, content: str, options: dict[str, Any], words:
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="there is no file"):
         tasks.materialise(f"file:{tmp_path / 'none.jsonl'}", {})
+
+
+def test_what_has_no_end_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("/dev/zero", str(tmp_path / "pipe"), str(tmp_path)):
+        for kind in ("likelihood", "file"):
+            with pytest.raises(TaskError, match="is no regular file"):
+                tasks.materialise(f"{kind}:{name}", {})
 
 
 # ---------------------------------------------------------------- the user's own code

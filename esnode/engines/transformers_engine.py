@@ -182,13 +182,15 @@ def load(
     device: str | None = None,
     compute: str | None = None,
     report: Report = silent,
+    checked: bool = True,
 ) -> TransformersEngine:
     """The lock's base model in a ready engine. For a fork, `replay` the parents' chains next.
 
     `threads` None leaves torch's setting; `backend` names a kernel implementation; `device` None takes a GPU
     where there is one; `compute` overrides the dtype of the model's arithmetic, by default the live dtype
     where the CPU is fast in it and float32 (on the same rounded weights) where it is not. `report` is told
-    the memory plan before anything is allocated. Raises manifest.WrongBase, memory.MemoryShort,
+    the memory plan before anything is allocated. Not `checked`: whatever values the folder holds are the
+    right ones, as for a lock that no run has. Raises manifest.WrongBase, memory.MemoryShort,
     slicemap.SliceError, state.StateError.
     """
     folder = Path(folder)
@@ -205,7 +207,7 @@ def load(
     kernels = kernel_registry.pick(device, backend)
     model, views = slicemap.build(folder, specs, arithmetic, device)
     replica = Replica(model, views, lock, folder, kernels, device=device)
-    if lock.parent is None and replica.digest() != lock.digest:
+    if checked and lock.parent is None and replica.digest() != lock.digest:
         raise WrongBase(
             f"{folder} is not the base model {lock.model!r} of this run: its digest is "
             f"{replica.digest():016x}, the "

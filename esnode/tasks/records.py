@@ -18,11 +18,13 @@ HELDOUT_NAMES = ("heldout", "test", "validation", "eval")
 
 def read(path: Path) -> list[Record]:
     """The JSON objects of a file, one per line, blank lines skipped. TaskError names file and line."""
+    if path.exists() and not path.is_file():  # a device or a pipe has no end, a folder no lines
+        raise TaskError(f"{path} is no regular file: name a JSONL file")
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
         raise TaskError(f"there is no file {path}") from error
-    except (IsADirectoryError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise TaskError(f"{path} is no JSONL file in UTF-8 ({error})") from error
     records = []
     for number, line in enumerate(text.splitlines(), start=1):
