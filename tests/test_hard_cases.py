@@ -1,0 +1,71 @@
+"""Bad days that need real processes: a stopped peer with full queues, another plan on the folder, clocks."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from pathlib import Path
+
+from protocol import ledger
+from tests import chaos, toy_engine
+from tests.runs import Processes, make_folder, toy_lock, wait_for
+
+ASKS = 1500
+MEMORY = 150 << 20  # bytes, of a coordinator whatever its peers do
+
+
+def most_memory(pid: int) -> int:
+    """Peak resident bytes of a process."""
+    return int(re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1]) << 10  # type: ignore[index]
+
+
+def test_a_stopped_peer_with_full_queues(tmp_path: Path) -> None:
+    """What it does not read is dropped and counted; nobody waits for it, and memory stays bounded."""
+    make_folder(tmp_path, rounds=10**6, members=128)
+    with Processes(tmp_path) as processes:
+        coordinator = processes.coordinator()
+        processes.node("n1")
+        path = tmp_path / "run.ledger"
+        wait_for(lambda: path.exists() and path.stat().st_size > 100_000, 60)
+        stuck = processes.start("n2", "tests.stuck_peer", str(tmp_path), "n2", str(ASKS))
+        dropped = wait_for(lambda: processes.status()["wire"]["dropped"].get("Entries"), 30)
+        assert dropped > 0
+        for _ in range(5):
+            began = time.monotonic()
+            reached = processes.status()["round"]
+            assert time.monotonic() - began < 2
+            wait_for(lambda reached=reached: processes.status()["round"] > reached)
+        assert most_memory(coordinator.pid) < MEMORY
+        stuck.send_signal(signal.SIGCONT)
+        stuck.kill()
+        processes.node("n2")
+        wait_for(
+            lambda: "n2" in {n["name"] for n in processes.status()["nodes"] if n["state"] == "ready"}, 30
+        )
+        print(f"{dropped} dropped at first sight, memory {most_memory(coordinator.pid) >> 20} MB")
+
+
+def test_another_plan_on_the_same_folder(tmp_path: Path) -> None:
+    """Refused in one sentence that names both runs; with the old lock the run goes on untouched."""
+    make_folder(tmp_path, ("n1",), rounds=3, task_options={"seconds": 0.05})
+    lock_file = tmp_path / "lock.json"
+    right = lock_file.read_bytes()
+    other = toy_lock(members=8)
+    with Processes(tmp_path) as processes:
+        processes.coordinator()
+        processes.node("n1")
+        wait_for(lambda: processes.status().get("round", 0) >= 1)
+        processes.kill("coordinator")
+        before = (tmp_path / "run.ledger").read_bytes()
+        lock_file.write_bytes(other.to_bytes())
+        assert processes.coordinator().wait(10) == 1
+        words = processes.words("coordinator").splitlines()[-1]
+        assert words.startswith("esnode: ") and "Traceback" not in processes.words("coordinator")
+        assert "another" in words or other.run_id.hex()[:12] in words, words
+        assert (tmp_path / "run.ledger").read_bytes() == before
+        lock_file.write_bytes(right)
+        processes.coordinator()
+        processes.wait_end()
+    lock = ledger.read(tmp_path / "run.ledger").chain.lock
+    assert chaos.differences(tmp_path / "run.ledger", toy_engine.ToyWorkshop(lock, "truth", 0.0)) == []
