@@ -54,6 +54,13 @@ class OpsChanged(msgspec.Struct, frozen=True):
     ops: Ops
 
 
+class RelayOpened(msgspec.Struct, frozen=True):
+    """The relay process listens on this port (0: it is gone)."""
+
+    now: float
+    port: int
+
+
 class StopRequested(msgspec.Struct, frozen=True):
     """SIGTERM or Ctrl-C: say Bye to everybody and stop; the open round stays in the journal."""
 
@@ -87,7 +94,15 @@ class NodeRevoked(msgspec.Struct, frozen=True):
 
 
 Event: TypeAlias = (
-    Started | Tick | Received | OpsChanged | StopRequested | InviteMade | NodeAllowed | NodeRevoked
+    Started
+    | Tick
+    | Received
+    | OpsChanged
+    | RelayOpened
+    | StopRequested
+    | InviteMade
+    | NodeAllowed
+    | NodeRevoked
 )
 
 # ---------------------------------------------------------------- journal records

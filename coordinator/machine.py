@@ -13,12 +13,13 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from coordinator import disputes, enrolment, membership, roster, rounds, work
+from coordinator import disputes, donors, enrolment, membership, roster, rounds, work
 from coordinator.events import (
     Effect,
     Event,
     OpsChanged,
     Received,
+    RelayOpened,
     SecretTaken,
     Started,
     StopRequested,
@@ -91,6 +92,9 @@ def _handle(turn: Turn, event: Event) -> None:
         _on_started(turn, event)
     elif isinstance(event, OpsChanged):
         _on_ops(turn, event)
+    elif isinstance(event, RelayOpened):
+        turn.set(relay=event.port)
+        donors.announce(turn)
     elif isinstance(event, StopRequested):
         turn.stop(event.reason, 0, f"{STOPPED}: {event.reason}")
     else:
@@ -124,7 +128,10 @@ def _on_started(turn: Turn, event: Started) -> None:
 
 
 def _on_ops(turn: Turn, event: OpsChanged) -> None:
+    changed = event.ops.snapshot_every != turn.state.ops.snapshot_every
     turn.set(ops=event.ops)
+    if changed:
+        donors.announce(turn)
     if turn.over:
         return
     if turn.round.final and turn.round.number < event.ops.rounds:
@@ -313,4 +320,5 @@ _HANDLERS: dict[type[Message], Callable[[Turn, bytes, Any], None]] = {
     Release: _on_release,
     NodeBeat: _on_beat,
     **dict.fromkeys(disputes.HANDLERS, _in_dispute),
+    **donors.HANDLERS,
 }

@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec.structs import asdict
 
-from coordinator import claims, enrolment, membership, rounds
+from coordinator import claims, donors, enrolment, membership, rounds
 from coordinator.membership import READY, Node
 from coordinator.state import State
 from protocol.messages import Kind, Unit
@@ -41,6 +41,7 @@ def status(state: State) -> dict[str, Any]:
         "scores": [[s.state_round, s.mean, s.correct, s.prompts] for s in state.scores],
         "nodes": [_node(state, node) for node in state.nodes.values()],
         "proof": claims.picture(state),
+        "snapshots": donors.picture(state),
         "counters": dict(sorted(state.counters.items())),
         "refusals": list(state.refusals),
         "guests": enrolment.picture(state.guests, state.wall),

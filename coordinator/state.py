@@ -26,6 +26,7 @@ from coordinator.events import (
     TermTaken,
 )
 from coordinator.membership import Node
+from coordinator.peers import Peer
 from coordinator.rounds import Round
 from protocol.chain import Chain
 from protocol.entries import CommitBody, Entry, EntryKind, RosterBody, ScoreBody, parse
@@ -73,6 +74,8 @@ class State(msgspec.Struct, frozen=True):
     ready: int = 0  # nodes that may take units, as of the last tick or membership event
     alive: tuple[int, ...] = ()  # roster numbers of the nodes that are there at all, likewise
     looked: float = float("-inf")  # when idle nodes last looked for something to take over
+    peers: Mapping[bytes, Peer] = msgspec.field(default_factory=dict)  # CURVE key -> as a peer of others
+    relay: int = 0  # port of the relay, 0 while there is none
     selftest: bytes = b""  # what the pool's kernels answer
     counters: Mapping[str, int] = msgspec.field(default_factory=dict)
     refusals: tuple[str, ...] = ()  # the last few, in words

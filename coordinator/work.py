@@ -6,11 +6,12 @@ and `leases.py`; here they are carried out. Called by `machine.py`.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from coordinator import disputes, leases, membership, rounds
+from coordinator import disputes, donors, leases, membership, rounds
 from coordinator.events import ResultAccepted, UnitFailed
 from coordinator.leases import Rescue
 from coordinator.membership import READY, Lease
@@ -188,7 +189,8 @@ def close(turn: Turn) -> None:
                 return
             if turn.signable is None:
                 return
-            turn.append(rounds.commit_body(turn.chain, round, closing))
+            body = rounds.commit_body(turn.chain, round, closing)
+            turn.append(dataclasses.replace(body, snapshot=donors.due(turn.state)))
 
 
 # ---------------------------------------------------------------- handing out

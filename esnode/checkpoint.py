@@ -47,6 +47,7 @@ class Saved:
     """A snapshot was written (`root`), or was not (`reason`)."""
 
     round: int
+    entry: bytes  # hash of the commit it stands behind
     root: bytes
     size: int
     reason: str
@@ -92,12 +93,12 @@ class Checkpoints:
         try:
             short = self._make_room(header)
             if short:
-                return Saved(header.round, b"", 0, short, spent())
+                return Saved(header.round, header.entry, b"", 0, short, spent())
             path, root = snapshot.write(self.folder, header, self._masters.chunk)
             self._prune(KEPT)
-            return Saved(header.round, root, path.stat().st_size, "", spent())
+            return Saved(header.round, header.entry, root, path.stat().st_size, "", spent())
         except OSError as error:  # the run goes on without this checkpoint
-            return Saved(header.round, b"", 0, f"{error.strerror} ({self.folder})", spent())
+            return Saved(header.round, header.entry, b"", 0, f"{error.strerror} ({self.folder})", spent())
 
     def _make_room(self, header: Header) -> str:
         """Why there is no room for this snapshot; "" when there is. All but the newest may go for it."""
@@ -151,6 +152,21 @@ class Checkpoints:
         if height + 1 < len(entries) and entries[height + 1].digest != header.digest:
             return f"the ledger states another digest after round {header.round}"
         return ""
+
+
+def kept(folder: Path, lock: Lock) -> tuple[tuple[int, bytes, bytes, int], ...]:
+    """(round, entry hash, root, bytes) of the run's snapshots in a node's folder; parts are not read."""
+    found = []
+    for path in snapshot.files(folder / FOLDER):
+        try:
+            with Reader(path) as reader:
+                header = reader.header
+                if header.run == lock.run_id:
+                    size = reader.manifest.data_start + header.total
+                    found.append((header.round, header.entry, reader.manifest.root, size))
+        except (SnapshotError, OSError) as error:
+            log.warning("snapshot %s is not served: %s", path.name, error)
+    return tuple(found)
 
 
 def _pieces(reader: Reader) -> Iterator[tuple[int, int, memoryview]]:

@@ -26,25 +26,14 @@ if __name__ == "__main__":  # the imports below take a second or two
 
 import zmq
 
-from esnode import departure, events, joined, node, nodeoptions
+from esnode import checkpoint, departure, events, joined, node, nodeoptions, reports
 from esnode.duty import Duty
-from esnode.enginethread import (
-    Broken,
-    Derived,
-    EngineThread,
-    Folded,
-    Measured,
-    Read,
-    Repaired,
-    Report,
-    Restored,
-    Workshop,
-    Wounded,
-)
+from esnode.enginethread import Broken, EngineThread, Workshop
 from esnode.link import Link, State
 from esnode.nodeoptions import Options
 from esnode.notebook import Notebook
 from protocol import logfile
+from protocol.entries import parse
 from protocol.errors import UserError
 from protocol.lock import Lock
 from protocol.messages import Rehello
@@ -117,8 +106,11 @@ class Daemon:
                 return 0
             self._state = node.new(self._lock, workshop.about)
             raws = self._notebook.raws
+            height, digest = self._resume(workshop, raws)
+            kept = checkpoint.kept(self._options.folder, self._lock)
+            term = self._notebook.term
             self._mind_duty(time.monotonic())
-            self._step(events.Started(time.monotonic(), self._notebook.term, raws, 0, self._lock.digest))
+            self._step(events.Started(time.monotonic(), term, raws, height, digest, kept))
             while self._stopped is None:
                 self._turn()
             reason, code = self._stopped
@@ -142,6 +134,15 @@ class Daemon:
         about = workshop.about
         self._log.info("ready in %.1f s: %s on %s", time.monotonic() - began, about.backend, about.device)
         return workshop
+
+    def _resume(self, workshop: Workshop, raws: Sequence[bytes]) -> tuple[int, int]:
+        """Load the newest snapshot of this node's own that fits its ledger: (entries reflected, D)."""
+        if not checkpoint.kept(self._options.folder, self._lock):
+            return 0, self._lock.digest
+        height, digest = workshop.rewind([parse(raw) for raw in raws])
+        if height:
+            self._log.info("resumed from a snapshot behind entry %d", height)
+        return height, digest
 
     def _connect(self) -> Link | None:
         """Find out where the coordinator is and open the socket; None when told to leave meanwhile."""
@@ -217,6 +218,8 @@ class Daemon:
                 self._engine.read()
             case events.Prove(entries, pieces):
                 self._engine.prove(entries, pieces)
+            case events.Save(round, entry, digest):
+                self._engine.save(round, entry, digest)
             case events.Store(first, raws):
                 self._notebook.store(first, raws)
             case events.StoreTerm(term):
@@ -243,7 +246,7 @@ class Daemon:
                 raise DaemonError(
                     "changing the weights failed; the log has the details. Start the node again"
                 )
-            self._step(_event(now, report))
+            self._step(reports.event_of(now, report))
 
     def _reconnected(self, now: float) -> None:
         """A new connection is unknown over there until Hello: tell the core so without a round trip."""
@@ -295,29 +298,6 @@ class Daemon:
 def _loader(spec: str) -> Loader:
     module, _, function = spec.partition(":")
     return getattr(importlib.import_module(module), function)  # type: ignore[no-any-return]
-
-
-def _event(now: float, report: Report) -> events.Event:
-    """What the core hears of a report. (A broken engine is not for the core.)"""
-    match report:
-        case Folded(digests, ms):
-            return events.EntriesApplied(now, digests, ms)
-        case Restored(height, digest, ms):
-            return events.Rewound(now, height, digest, ms)
-        case Wounded(unit, tensors):
-            return events.Damaged(now, unit, tensors)
-        case Repaired(digest):
-            return events.Mended(now, digest)
-        case Read(digests, damaged):
-            return events.Digested(now, digests, damaged)
-        case Derived(pieces, held, derived):
-            return events.Proved(now, pieces, held, derived)
-    assert isinstance(report, Measured)
-    if report.outcome is not None:
-        return events.Evaluated(now, report.unit, report.outcome)
-    if report.failure:
-        return events.EvaluationFailed(now, report.unit, report.failure)
-    return events.Cancelled(now, report.unit)
 
 
 def _poke(wake: socket.socket) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from esnode.checkpoint import Saved
 from esnode.events import About, Outcome
 from esnode.replay import DamagedMaster
 from protocol.errors import UserError
@@ -39,6 +40,9 @@ class Workshop(Protocol):
 
     def rewind(self, entries: Sequence[Entry]) -> tuple[int, int]:
         """Make the master a state of this beginning of the ledger: (how many entries it reflects, D)."""
+
+    def save(self, round: int, entry: bytes, digest: int, done: Callable[[Saved], None]) -> None:
+        """Begin to write the master as a snapshot; `done` is called from another thread when it is over."""
 
     def evaluate(self, unit: Unit, stop: Callable[[], bool], progress: Callable[[int], None]) -> Outcome:
         """Measure a unit. `progress` takes thousandths; raises the engines' Cancelled after `stop()`.
@@ -133,7 +137,7 @@ class Broken:
     trace: str
 
 
-Report = Measured | Folded | Restored | Wounded | Repaired | Read | Derived | Broken
+Report = Measured | Folded | Restored | Saved | Wounded | Repaired | Read | Derived | Broken
 
 
 class EngineThread:
@@ -143,7 +147,7 @@ class EngineThread:
         self.progress: tuple[Unit, int] | None = None  # of the running unit, thousandths
         self._workshop = workshop
         self._wake = wake
-        self._commands: queue.SimpleQueue[Callable[[], Report] | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Callable[[], Report | None] | None] = queue.SimpleQueue()
         self._reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
         self._cancelled: Unit | None = None
         self._quit = threading.Event()
@@ -190,6 +194,10 @@ class EngineThread:
         held = self._workshop.held(pieces)
         self._beside(lambda: Derived(pieces, held, self._workshop.derive(entries, pieces)))
 
+    def save(self, round: int, entry: bytes, digest: int) -> None:
+        """Write the master as a snapshot beside what comes next; a `Saved` follows."""
+        self._commands.put(lambda: self._workshop.save(round, entry, digest, self._tell))
+
     def reports(self) -> list[Report]:
         """What has come in since the last call."""
         found = []
@@ -225,7 +233,9 @@ class EngineThread:
 
     def _work(self) -> None:
         while (command := self._commands.get()) is not None and not self._quit.is_set():
-            self._tell(command())
+            report = command()
+            if report is not None:
+                self._tell(report)
 
     def _measure(self, unit: Unit) -> Report:
         from esnode.engines.interface import Cancelled as StoppedEarly  # late: it loads numpy

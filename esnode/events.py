@@ -16,6 +16,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
+from esnode.snapshotevents import (
+    Fetched,
+    FetchFailed,
+    Fetching,
+    FetchSnapshot,
+    PeerPoisoned,
+    PeerReached,
+    Save,
+    Saved,
+    StopFetch,
+)
 from protocol.entries import Entry
 from protocol.messages import Message, Unit
 
@@ -30,6 +41,7 @@ class About:
     selftest: bytes  # 8-byte digest of the golden self-test
     fingerprint: bytes  # 8 bytes over everything that may change an answer
     versions: str = ""  # of esnode and what computes here, for people
+    addresses: tuple[str, ...] = ()  # where its peer socket listens; none: it serves nobody
 
 
 class Outcome(Protocol):
@@ -69,6 +81,7 @@ class Started:
 
     `raws`: the ledger entries on disk, from entry 0. `height`: how many of them the loaded master already
     reflects (0 for the base checkpoint); `digest`: its D. `term`: the highest term on disk, 0 for none.
+    `snapshots`: (round, entry hash, root, bytes) of each whole snapshot on disk.
     """
 
     now: float
@@ -76,6 +89,7 @@ class Started:
     raws: tuple[bytes, ...]
     height: int
     digest: int
+    snapshots: tuple[tuple[int, bytes, bytes, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +243,12 @@ Event: TypeAlias = (
     | Mended
     | Digested
     | Proved
+    | Saved
+    | Fetching
+    | Fetched
+    | FetchFailed
+    | PeerReached
+    | PeerPoisoned
     | Leave
     | Pause
     | Resume
@@ -347,6 +367,9 @@ Effect: TypeAlias = (
     | Mend
     | TakeDigests
     | Prove
+    | Save
+    | FetchSnapshot
+    | StopFetch
     | Store
     | StoreTerm
     | Note

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from esnode import proof
+from esnode import catchup, proof
 from esnode.events import Store, StoreTerm
 from esnode.nodestate import HELLO_FIRST, UNITS_TOLD, Sent, Turn, Work
 from protocol.chain import BrokenChain, Chain
@@ -58,6 +58,7 @@ def _on_welcome(turn: Turn, message: Welcome) -> None:
     if message.term > turn.state.term:
         turn.do(StoreTerm(message.term))
     turn.set(term=message.term, joined=True, hello_wait=HELLO_FIRST, wanted=message.height, fetched=None)
+    catchup.on_welcome(turn)
 
 
 def _on_refuse(turn: Turn, message: Refuse) -> None:
@@ -210,4 +211,5 @@ _HANDLERS: dict[type[Message], Callable[[Turn, Any], None]] = {
     Commit: _on_commit,
     Entries: _on_entries,
     **proof.HANDLERS,
+    **catchup.HANDLERS,
 }

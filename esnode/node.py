@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from esnode import inbox, pausing, proof
+from esnode import catchup, inbox, pausing, proof
 from esnode.events import (
     About,
     Apply,
@@ -48,7 +48,6 @@ FAREWELL = 3.0  # a leaving or ended node waits for the Bye
 FETCH_AGAIN = 2.0  # seconds without Entries
 FETCH_COUNT = 256
 TELL_EVERY = 4  # beats between repeated words on D: a lost Applied must not be lost for good
-FUSED = 64  # rounds applied in one pass while catching up
 
 
 def new(lock: Lock, about: About) -> State:
@@ -85,6 +84,8 @@ def _on_started(turn: Turn, event: Started) -> None:
         except BrokenChain as error:
             turn.note("ledger", reason=f"entry {chain.height} on disk is not used: {error.reason}")
             break
+    held = tuple(catchup.Held(round, root, size, entry) for round, entry, root, size in event.snapshots)
+    turn.set(held_snapshots=held)
     turn.set(chain=chain, applied=event.height, digest=event.digest, term=event.term, heard=turn.state.now)
     if chain.height and chain.lock.run_id != turn.state.lock.run_id:
         turn.stop("the ledger in this node's folder is of another run: use another folder", 1)
@@ -127,6 +128,7 @@ def _beat(turn: Turn) -> None:
     turn.set(beats=state.beats + 1)
     if turn.state.beats % TELL_EVERY == 0:
         turn.tell_applied()
+        catchup.on_beat(turn)
 
 
 # ---------------------------------------------------------------- the engine's answers
@@ -194,10 +196,12 @@ def _on_applied(turn: Turn, event: EntriesApplied) -> None:
     if turn.state.stopped:
         return
     reached = state.applied + state.applying
+    commits = sum(e.kind is EntryKind.COMMIT for e in state.chain.entries[state.applied : reached])
     turn.set(applied=reached, applying=0, digest=event.digests[-1], ms=event.ms)
     turn.check_digest()
     if not turn.state.stopped:
         turn.tell_applied()
+        catchup.after_apply(turn, commits)
         proof.after_applied(turn)
 
 
@@ -229,6 +233,7 @@ def _on_received(turn: Turn, event: Received) -> None:
 def _go_on(turn: Turn) -> None:
     """Fetch what is missing, move the master, start the next unit, say farewell when the run is over."""
     _fetch(turn)
+    catchup.consider(turn)
     if turn.state.applying or turn.state.rewinding is not None:
         return
     if proof.go_on(turn):
@@ -260,8 +265,8 @@ def _advance(turn: Turn) -> None:
     commits = [k for k, entry in enumerate(pending) if entry.kind is EntryKind.COMMIT]
     if not commits:
         turn.set(applied=state.chain.height)
-    elif state.running is None and not state.leaving:
-        entries = tuple(pending[: commits[:FUSED][-1] + 1])
+    elif state.running is None and not state.leaving and (count := catchup.batch(state, len(commits))):
+        entries = tuple(pending[: commits[:count][-1] + 1])
         turn.set(applying=len(entries))
         turn.do(Apply(entries))
 
@@ -294,6 +299,7 @@ _ON_EVENT: dict[type[Event], Callable[[Turn, Any], None]] = {
     EntriesApplied: _on_applied,
     Rewound: _on_rewound,
     Leave: _on_leave,
+    **catchup.ON_EVENT,
     **pausing.HANDLERS,
     **proof.ON_EVENT,
 }

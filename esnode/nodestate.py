@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from esnode.catchup import Catch, Held
 from esnode.events import About, CancelUnit, Effect, Note, Proved, Send, Stop
 from protocol.chain import Chain
 from protocol.entries import Entry, EntryKind
@@ -99,6 +100,13 @@ class State:
     hello_wait: float = HELLO_FIRST
     wanted: int = 0  # height the coordinator is known to have
     fetched: float | None = None  # when the Fetch left that is not answered
+    every: int | None = None  # rounds between snapshots; None until the coordinator has said it
+    relay: int = 0  # port of the relay beside the coordinator, 0 for none
+    held_snapshots: tuple[Held, ...] = ()  # on this node's disk, the newest first
+    saving: bool = False  # a Save is not answered
+    pace: float = 0.0  # seconds that replay takes per round, 0 while unknown
+    catch: Catch | None = None  # a faster way than replay is being looked for, or taken
+    catch_later: float = 0.0  # not before then again
     leaving: str = ""
     paused: str = ""  # why this machine's owner lets it do nothing for now
     until: float | None = None  # a leaving or ended node stops then, Bye or not

@@ -110,10 +110,12 @@ class Workshop:
 
     def mend(self, pieces: Sequence[int]) -> int:
         """Overwrite pieces with what was derived; D."""
+        self._checkpoints.settle()
         return self._rederiver.mend(pieces)
 
     def heal(self, entries: Sequence[Entry], tensors: Sequence[str]) -> int:
         """Replay damaged tensors into the master; D."""
+        self._checkpoints.settle()
         return self._rederiver.heal(entries, tensors)
 
     def close(self) -> None:

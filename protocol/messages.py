@@ -323,7 +323,7 @@ class Rule:
 
     tag: int
     type: type[Message]
-    sender: str  # "node", "coordinator" or "any"
+    sender: str  # "node", "coordinator", "peer" (a node to a node) or "any"
     limit: int  # largest encoded size in bytes
     answer: str  # what answers it, for the reader
 
@@ -360,6 +360,3 @@ SCHEMA: tuple[Rule, ...] = (
     Rule(30, EvidenceAsk, "coordinator", 64, "Evidence"),
     Rule(31, Evidence, "node", 20 * _KB, ""),
 )
-
-RULE_BY_TAG = {rule.tag: rule for rule in SCHEMA}
-RULE_BY_TYPE = {rule.type: rule for rule in SCHEMA}

@@ -59,6 +59,7 @@ class Ops:
     rounds: int
     quorum: float = 1.0  # share of members that closes a round
     eval_every: int = 5  # rounds between held-out probes; 0 = none at all
+    snapshot_every: int = 10  # rounds between the snapshots that nodes write; 0 = none
     stall_seconds: float = 30.0  # a unit without progress for this long is given to another node
 
 

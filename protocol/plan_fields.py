@@ -108,6 +108,8 @@ FIELDS: tuple[PlanField, ...] = (
               "share of members that closes a round; below 1 slow members are dropped: it trains brevity"),
     PlanField("ops", "eval_every", whole(0, 2**31),
               "rounds between held-out evaluations; 0: none at all"),
+    PlanField("ops", "snapshot_every", whole(0, 2**31),
+              "rounds between the snapshots each node writes (resume, late joiners); 0: none"),
     PlanField("ops", "stall_seconds", number(1.0, 86400.0),
               "work that stands still for this long goes to another node"),
 )

@@ -20,8 +20,6 @@ from protocol.entries import HASH, MAX_NAME, MAX_REASON, MalformedEntry, packed,
 from protocol.lock import MAX_MEMBERS
 from protocol.messages import (
     BLOB_PART,
-    RULE_BY_TAG,
-    RULE_BY_TYPE,
     SCHEMA,
     AnyMessage,
     Blob,
@@ -37,8 +35,13 @@ from protocol.messages import (
     Unit,
     Welcome,
 )
+from protocol.peers import GRANT, MOST_ADDRESSES, MOST_DONORS, PartAsk, Snapshots
+from protocol.peers import SCHEMA as PEER_SCHEMA
 
-MAX_FRAME = max(rule.limit for rule in RULE_BY_TAG.values())  # what MAXMSGSIZE must let through
+TABLE = (*SCHEMA, *PEER_SCHEMA)
+RULE_BY_TAG = {rule.tag: rule for rule in TABLE}
+RULE_BY_TYPE = {rule.type: rule for rule in TABLE}
+MAX_FRAME = max(rule.limit for rule in TABLE)  # what MAXMSGSIZE must let through
 MAX_ENTRIES = 1024  # entries in one Fetch or Entries
 MAX_UNITS = 64  # units named in one Hello or heartbeat
 MAX_CHUNKS = 4096  # chunk sums in one Result
@@ -144,9 +147,13 @@ def _rule(frame: bytes, sender: str) -> Rule:
 
 # ---------------------------------------------------------------- ranges
 
-_WIDE = dict.fromkeys(("seed", "digest", "digests", "held", "derived"), _U64)  # any other integer is a u32
+_WIDE = dict.fromkeys(
+    ("seed", "digest", "digests", "held", "derived", "size"), _U64
+)  # any other integer is a u32
 _SMALL: dict[type[Message], dict[str, tuple[int, int]]] = {
     Fetch: {"count": (1, MAX_ENTRIES)},
+    Snapshots: {"relay": (0, 65535)},
+    PartAsk: {"size": (1, GRANT)},
     Unit: {"kind": (0, max(Kind)), "member": (0, MAX_MEMBERS - 1)},
 }
 _SIZES: dict[str, tuple[int, ...]] = {
@@ -156,6 +163,7 @@ _SIZES: dict[str, tuple[int, ...]] = {
     "selftest": (8,),
     "fingerprint": (8,),
     "evidence": (8,),
+    "root": (HASH,),
     "key": (HASH,),
     "digest": (HASH,),  # of a blob; the digests of masters are numbers
 }
@@ -164,14 +172,16 @@ _SIZES_OF: dict[type[Message], dict[str, tuple[int, ...]]] = {
     Welcome: {"tip": (0, HASH)},
 }
 _LENGTHS = {"name": MAX_NAME, "backend": 64, "device": 200, "reason": MAX_REASON, "verdict": 100, "by": 200}
+_LENGTHS |= {"addresses": 120, "way": 16}
 _COUNTS = {"units": MAX_UNITS, "entries": MAX_ENTRIES, "sums": MAX_CHUNKS, "times": 3}
 _COUNTS |= dict.fromkeys(("pieces", "held", "derived"), MAX_PIECES)
 _COUNTS |= dict.fromkeys(("digests", "scores"), MAX_VALUES)
+_COUNTS |= {"addresses": MOST_ADDRESSES, "donors": MOST_DONORS}
 
 
 _WORDS = {
     rule.type: [name for name in ("reason", "verdict") if name in rule.type.__struct_fields__]
-    for rule in SCHEMA
+    for rule in TABLE
 }
 Check = Callable[[Any], str]
 
@@ -284,7 +294,7 @@ def fitting(raws: Sequence[bytes]) -> tuple[bytes, ...]:
 def schema_table() -> str:
     """The schema table as the Markdown of docs/wire.md: one row per message."""
     rows = ["| tag | message | sent by | at most bytes | answered by | fields |", "|---|---|---|---|---|---|"]
-    for rule in SCHEMA:
+    for rule in TABLE:
         fields = ", ".join(rule.type.__struct_fields__) or "none"
         rows.append(
             f"| {rule.tag} | {rule.type.__name__} | {rule.sender} | {rule.limit:,} | {rule.answer or '-'} "

@@ -53,7 +53,7 @@ def test_a_higher_term_is_on_disk_before_it_is_answered() -> None:
     bench.welcome(entries, term=2)
     assert not bench.state.joined and not bench.sent(Fetch), "a lower term is ignored"
     bench.welcome(entries, term=5)
-    assert [type(effect) for effect in bench.effects] == [StoreTerm, Send]
+    assert [type(effect) for effect in bench.effects] == [StoreTerm, Send, Send], "Reach and Fetch"
     assert bench.state.term == 5
     bench.welcome(entries, term=5)
     assert not bench.all(StoreTerm)

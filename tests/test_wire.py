@@ -13,11 +13,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from protocol import peers
 from protocol.entries import EndBody, seal
 from protocol.messages import (
     BLOB_PART,
-    RULE_BY_TYPE,
-    SCHEMA,
     Ack,
     Applied,
     Assign,
@@ -55,6 +54,8 @@ from protocol.wire import (
     MAX_FRAME,
     MAX_PIECES,
     MAX_UNITS,
+    RULE_BY_TYPE,
+    TABLE,
     MalformedMessage,
     decode,
     encode,
@@ -104,6 +105,19 @@ EXAMPLES: tuple[Message, ...] = (
     Rederived(12, (0, 5), (1, 2**64 - 1), (1, 2), 2**63, 0, "reference", "as asked"),
     EvidenceAsk(UNIT, 0),
     Evidence(UNIT, 0, 2, (0.25, 1.0)),
+    peers.Reach(("tcp://10.0.0.7:4100", "tcp://[fd00::7]:4100")),
+    peers.Snapshots(10, 4200),
+    peers.Kept(20, b"R" * 32, 2**40),
+    peers.DonorsAsk(3),
+    peers.Donors(20, b"R" * 32, 2**40, (peers.Donor(b"k" * 32, "b", ("tcp://10.0.0.7:4100",)),)),
+    peers.CatchUp("snapshot", "20 s by snapshot, 90 s by replay"),
+    peers.PeerWay(b"k" * 32, "relay", "no answer at tcp://10.0.0.7:4100"),
+    peers.PeerFault(b"k" * 32, b"R" * 32, 7, "its hash does not fit"),
+    peers.HeadAsk(b"R" * 32, 0),
+    peers.Head(b"R" * 32, 0, 3, b"end"),
+    peers.PartAsk(b"R" * 32, 7, 2**18, 2**18),
+    peers.PartData(b"R" * 32, 7, 2**18, b"weights"),
+    peers.Sorry(b"R" * 32, "it is gone"),
 )  # fmt: skip
 
 
@@ -169,14 +183,32 @@ STRATEGIES: dict[type[Message], st.SearchStrategy[Any]] = {
     Rederive: st.builds(Rederive, U32, PIECES, TEXT),
     Rederived: st.builds(Rederived, U32, PIECES, DIGESTS, DIGESTS, U64, U32, TEXT, TEXT),
     EvidenceAsk: st.builds(EvidenceAsk, UNITS, U32),
+    peers.Reach: st.builds(peers.Reach, st.lists(TEXT, max_size=peers.MOST_ADDRESSES).map(tuple)),
+    peers.Snapshots: st.builds(peers.Snapshots, U32, st.integers(0, 65535)),
+    peers.Kept: st.builds(peers.Kept, U32, B32, U64),
+    peers.DonorsAsk: st.builds(peers.DonorsAsk, U32),
+    peers.Donors: st.builds(
+        peers.Donors, U32, B32, U64,
+        st.lists(
+            st.builds(peers.Donor, B32, TEXT, st.lists(TEXT, max_size=2).map(tuple)), max_size=3
+        ).map(tuple),
+    ),
+    peers.CatchUp: st.builds(peers.CatchUp, st.text(max_size=16), TEXT),
+    peers.PeerWay: st.builds(peers.PeerWay, B32, st.text(max_size=16), TEXT),
+    peers.PeerFault: st.builds(peers.PeerFault, B32, B32, U32, TEXT),
+    peers.HeadAsk: st.builds(peers.HeadAsk, B32, U32),
+    peers.Head: st.builds(peers.Head, B32, U32, U32, st.binary(max_size=99)),
+    peers.PartAsk: st.builds(peers.PartAsk, B32, U32, U32, st.integers(1, peers.GRANT)),
+    peers.PartData: st.builds(peers.PartData, B32, U32, U32, st.binary(max_size=99)),
+    peers.Sorry: st.builds(peers.Sorry, B32, TEXT),
     Evidence: st.builds(Evidence, UNITS, U32, U32, st.lists(SUMS, max_size=9).map(tuple)),
 }  # fmt: skip
 
 
 def test_every_message_is_covered() -> None:
-    types = [rule.type for rule in SCHEMA]
+    types = [rule.type for rule in TABLE]
     assert set(STRATEGIES) == set(types) == {type(message) for message in EXAMPLES}
-    assert len({rule.tag for rule in SCHEMA}) == len(SCHEMA) and max(rule.tag for rule in SCHEMA) < 128
+    assert len({rule.tag for rule in TABLE}) == len(TABLE) and max(rule.tag for rule in TABLE) < 128
 
 
 @settings(max_examples=400, deadline=None)
@@ -244,6 +276,18 @@ def test_limits_fit_the_largest_legal_messages() -> None:
         BlobAsk(2**32 - 1, 2**32 - 1, b"d" * 32, 2**32 - 1),
         Blob(b"d" * 32, 2**31, 2**32 - 1, bytes(BLOB_PART)),
         Ack(small, "\U0001f600" * 1000),
+        peers.Reach(("a" * 120,) * peers.MOST_ADDRESSES),
+        peers.Donors(
+            2**32 - 1, b"R" * 32, 2**64 - 1,
+            (peers.Donor(b"k" * 32, "é" * 64, ("a" * 120,) * peers.MOST_ADDRESSES),) * peers.MOST_DONORS,
+        ),
+        peers.Head(b"R" * 32, 2**32 - 1, 2**32 - 1, bytes(peers.SLICE)),
+        peers.PartData(b"R" * 32, 2**32 - 1, 2**32 - 1, bytes(peers.SLICE)),
+        peers.PartAsk(b"R" * 32, 2**32 - 1, 2**32 - 1, peers.GRANT),
+        peers.Kept(2**32 - 1, b"R" * 32, 2**64 - 1),
+        peers.Snapshots(2**32 - 1, 65535),
+        *(m(b"k" * 32, b"R" * 32, 2**32 - 1, "\U0001f600" * 1000) for m in (peers.PeerFault,)),
+        peers.PeerWay(b"k" * 32, "é" * 16, "\U0001f600" * 1000),
     ):  # fmt: skip
         assert decode(encode(message), sender_of(message))
 
@@ -363,7 +407,7 @@ def test_a_later_hello_is_still_read() -> None:
 
 
 def survive(frame: bytes) -> None:
-    for sender in ("node", "coordinator", ""):
+    for sender in ("node", "coordinator", "peer", ""):
         try:
             message = decode(frame, sender)
         except MalformedMessage:
@@ -388,7 +432,7 @@ TREES = st.recursive(
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.sampled_from([rule.tag for rule in SCHEMA]), st.lists(TREES, max_size=15))
+@given(st.sampled_from([rule.tag for rule in TABLE]), st.lists(TREES, max_size=15))
 def test_well_formed_msgpack_of_any_shape(tag: int, fields: list[Any]) -> None:
     survive(pack(tag, *fields))
 
@@ -421,10 +465,10 @@ def test_every_single_bit_of_every_example() -> None:
 def test_claims_of_huge_arrays_allocate_nothing() -> None:
     """A few bytes that announce gigabytes, and nests of arrays, must cost no memory worth the name."""
     chance = random.Random(1)
-    frames = [bytes([0x92, rule.tag]) + b"\xdd\x7f\xff\xff\xff" * 4 for rule in SCHEMA]
+    frames = [bytes([0x92, rule.tag]) + b"\xdd\x7f\xff\xff\xff" * 4 for rule in TABLE]
     frames += [
         bytes([0x92, rule.tag]) + b"\xdc\x10\x00" * (rule.limit // 3 - 1)
-        for rule in SCHEMA
+        for rule in TABLE
         if rule.limit < 10**5
     ]
     frames += [bytes([0x92, 13]) + chance.randbytes(1000) for _ in range(50)]
@@ -437,5 +481,5 @@ def test_claims_of_huge_arrays_allocate_nothing() -> None:
 
 
 def test_an_oversized_frame_is_refused_before_it_is_parsed() -> None:
-    assert max(rule.limit for rule in SCHEMA) == MAX_FRAME
+    assert max(rule.limit for rule in TABLE) == MAX_FRAME
     assert "limit" in refused(bytes([0x92, 13]) + bytes(MAX_FRAME), "coordinator")

@@ -1,0 +1,390 @@
+"""A snapshot on its way from several donors: which part is asked of whom, how much, what is thrown away.
+
+Pure. `step(state, event)` answers with actions; the shell (`receiver.py`) moves bytes, hashes parts, writes
+them. Every `Ask` is a grant of credit for so many bytes, and no donor sends without one, so what is in flight
+is bounded by the window here. A part comes from one donor alone: who sent a poisoned one is known.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+from protocol.peers import GRANT
+
+FIRST_WINDOW = 1 << 20  # bytes in flight from a donor that has not been measured
+SMALLEST_WINDOW, LARGEST_WINDOW = 1 << 19, 1 << 24
+WINDOW_SECONDS = 1.0  # of a donor's measured rate are in flight
+MEASURE_EVERY = 0.25  # seconds between measurements of a donor's rate
+STALL_SECONDS = 6.0  # a donor that was asked and sends nothing for this long is given up
+PATIENCE = 30.0  # without any open donor the transfer fails
+NEW, OPEN, GONE, BANNED = "new", "open", "gone", "banned"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One part asked of one donor: bytes granted and bytes that came."""
+
+    part: int
+    size: int
+    granted: int = 0
+    got: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One donor as this transfer sees it."""
+
+    key: bytes
+    status: str = NEW
+    way: str = ""
+    reason: str = ""
+    jobs: tuple[Job, ...] = ()  # in the order they were asked for
+    window: int = FIRST_WINDOW
+    heard: float = 0.0  # bytes or a grant, last
+    sent: int = 0  # bytes that came from it
+    rate: float = 0.0  # bytes per second
+    mark: tuple[float, int] = (0.0, 0)  # when the rate was measured, and `sent` then
+
+    @property
+    def flying(self) -> int:
+        """Bytes granted that have not come yet."""
+        return sum(job.granted - job.got for job in self.jobs)
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """The transfer; a value. Until `Began` only the donors are known."""
+
+    sources: dict[bytes, Source] = field(default_factory=dict)
+    total: int = 0
+    part_size: int = 0
+    have: int = 0  # bit k: part k is on the disk and was checked
+    cursor: int = 0  # no part below it was never asked for
+    back: tuple[int, ...] = ()  # parts asked for in vain
+    now: float = 0.0
+    began: float | None = None  # first byte asked for
+    received: int = 0  # bytes since, poisoned ones included
+    alone: float = 0.0  # since when no donor is open
+    asked_head: float | None = None
+    over: str = ""  # "done" or why it failed
+
+    @property
+    def parts(self) -> int:
+        return -(-self.total // self.part_size) if self.part_size else 0
+
+    def size_of(self, part: int) -> int:
+        return min(self.part_size, self.total - part * self.part_size)
+
+    @property
+    def done(self) -> int:
+        """Bytes on the disk, checked."""
+        count = self.have.bit_count()
+        if not count:
+            return 0
+        last = self.parts - 1
+        short = self.part_size - self.size_of(last) if self.have >> last & 1 else 0
+        return count * self.part_size - short
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second from all donors together; 0.0 while unknown."""
+        return sum(source.rate for source in self.sources.values() if source.status == OPEN)
+
+
+# ---------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A donor can be talked to ("direct", "relay")."""
+
+    now: float
+    key: bytes
+    way: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A donor cannot be talked to any more, or says it does not serve this snapshot."""
+
+    now: float
+    key: bytes
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Began:
+    """The head is here and checked against the root. `have`: bit k set when part k lies on the disk."""
+
+    now: float
+    total: int
+    part_size: int
+    have: int
+
+
+@dataclass(frozen=True, slots=True)
+class Came:
+    """So many further bytes of a part from a donor."""
+
+    now: float
+    key: bytes
+    part: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A whole part from a donor was hashed; a good one is on the disk."""
+
+    now: float
+    key: bytes
+    part: int
+    good: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    now: float
+
+
+Event: TypeAlias = Opened | Lost | Began | Came | Checked | Tick
+
+# ---------------------------------------------------------------- actions
+
+
+@dataclass(frozen=True, slots=True)
+class AskHead:
+    """Fetch the head from this donor."""
+
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Grant a donor credit for these bytes of a part."""
+
+    key: bytes
+    part: int
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Throw away what has come of this part from this donor; more may still come and is ignored."""
+
+    key: bytes
+    part: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Tell the coordinator: this donor sent a poisoned part."""
+
+    key: bytes
+    part: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Over: every part is on the disk (`reason` is empty), or it cannot go on."""
+
+    reason: str
+
+
+Action: TypeAlias = AskHead | Ask | Drop | Report | Finish
+
+
+def new(keys: tuple[bytes, ...], now: float) -> State:
+    """A transfer from these donors, none of which is reached yet."""
+    return State({key: Source(key) for key in keys}, now=now, alone=now)
+
+
+def step(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
+    """What follows from one event."""
+    if state.over:
+        return state, ()
+    turn = _Turn(replace(state, now=max(event.now, state.now)))
+    if isinstance(event, Opened):
+        turn.opened(event)
+    elif isinstance(event, Lost):
+        turn.lose(event.key, event.reason)
+    elif isinstance(event, Began):
+        turn.began(event)
+    elif isinstance(event, Came):
+        turn.came(event)
+    elif isinstance(event, Checked):
+        turn.checked(event)
+    turn.watch()
+    if not turn.state.over:
+        turn.fill()
+    return turn.state, tuple(turn.actions)
+
+
+class _Turn:
+    """One step in the making."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.actions: list[Action] = []
+        self._sources: dict[bytes, Source] | None = None
+
+    def set(self, **changes: object) -> None:
+        self.state = replace(self.state, **changes)  # type: ignore[arg-type]
+
+    def put(self, source: Source) -> None:
+        if self._sources is None:
+            self._sources = dict(self.state.sources)
+            self.set(sources=self._sources)
+        self._sources[source.key] = source
+
+    def finish(self, reason: str) -> None:
+        self.actions.append(Finish(reason))
+        self.set(over=reason or "done")
+
+    # ------------------------------------------------------------ events
+
+    def opened(self, event: Opened) -> None:
+        source = self.state.sources.get(event.key)
+        if source is not None and source.status in (NEW, GONE):
+            now = self.state.now
+            fresh = Source(source.key, OPEN, event.way, event.reason, heard=now, sent=source.sent)
+            self.put(replace(fresh, mark=(now, source.sent)))
+
+    def lose(self, key: bytes, reason: str, status: str = GONE) -> None:
+        source = self.state.sources.get(key)
+        if source is None or source.status == BANNED:
+            return
+        for job in source.jobs:
+            self.actions.append(Drop(key, job.part))
+        self.put(replace(source, status=status, reason=reason, jobs=(), rate=0.0))
+        wanted = [job.part for job in source.jobs if not self._wanted_elsewhere(job.part)]
+        self.set(back=(*self.state.back, *wanted), asked_head=None)
+
+    def _wanted_elsewhere(self, part: int) -> bool:
+        return bool(self.state.have >> part & 1) or any(
+            job.part == part for other in self.state.sources.values() for job in other.jobs
+        )
+
+    def began(self, event: Began) -> None:
+        if not self.state.part_size:
+            self.set(total=event.total, part_size=event.part_size, have=event.have)
+
+    def came(self, event: Came) -> None:
+        source, now = self.state.sources.get(event.key), self.state.now
+        if source is None or not any(job.part == event.part for job in source.jobs):
+            return
+        jobs = tuple(replace(j, got=j.got + event.size) if j.part == event.part else j for j in source.jobs)
+        self.put(replace(source, jobs=jobs, heard=now, sent=source.sent + event.size))
+        self.set(received=self.state.received + event.size)
+
+    def checked(self, event: Checked) -> None:
+        source = self.state.sources.get(event.key)
+        if source is None:
+            return
+        if not event.good:
+            self.actions.append(Report(event.key, event.part))
+            return self.lose(event.key, f"part {event.part} was poisoned", BANNED)
+        self.put(replace(source, jobs=tuple(job for job in source.jobs if job.part != event.part)))
+        for other in self.state.sources.values():
+            if any(job.part == event.part for job in other.jobs):
+                self.put(replace(other, jobs=tuple(job for job in other.jobs if job.part != event.part)))
+                self.actions.append(Drop(other.key, event.part))
+        self.set(have=self.state.have | 1 << event.part)
+
+    # ------------------------------------------------------------ after every event
+
+    def watch(self) -> None:
+        """Measure rates, give up silent donors, see whether it is over."""
+        now = self.state.now
+        for source in self.state.sources.values():
+            if source.status != OPEN:
+                continue
+            if source.flying and now - source.heard > STALL_SECONDS:
+                self.lose(source.key, f"silent for {now - source.heard:.0f} s")
+            elif now - source.mark[0] >= MEASURE_EVERY:
+                self._measure(source)
+        state = self.state
+        if state.part_size and state.have == (1 << state.parts) - 1:
+            return self.finish("")
+        if any(source.status == OPEN for source in state.sources.values()):
+            self.set(alone=now)
+        elif now - state.alone > PATIENCE or all(s.status == BANNED for s in state.sources.values()):
+            self.finish("no donor can be reached: " + "; ".join(sorted(_reasons(state))))
+
+    def _measure(self, source: Source) -> None:
+        now, (since, before) = self.state.now, source.mark
+        rate = (source.sent - before) / (now - since)
+        if source.rate:
+            rate = 0.5 * source.rate + 0.5 * rate
+        window = min(max(int(rate * WINDOW_SECONDS), SMALLEST_WINDOW), LARGEST_WINDOW)
+        self.put(replace(source, rate=rate, mark=(now, source.sent), window=window))
+
+    def fill(self) -> None:
+        """Grant credit to every open donor up to its window; first of all get the head."""
+        state = self.state
+        if not state.part_size:
+            return self._ask_head()
+        for key in state.sources:
+            while self._grant(self.state.sources[key]):
+                pass
+
+    def _ask_head(self) -> None:
+        state = self.state
+        if state.asked_head is not None and state.now - state.asked_head < STALL_SECONDS:
+            return
+        # another one each time: the first may not answer
+        found = sorted((s for s in state.sources.values() if s.status == OPEN), key=lambda s: s.heard)
+        if found:
+            self.actions.append(AskHead(found[0].key))
+            self.put(replace(found[0], heard=state.now))
+            self.set(asked_head=state.now)
+
+    def _grant(self, source: Source) -> bool:
+        if source.status != OPEN or source.flying >= source.window:
+            return False
+        jobs = source.jobs
+        if not jobs or jobs[-1].granted >= jobs[-1].size:
+            part = self._next_part(source)
+            if part is None:
+                return False
+            jobs = (*jobs, Job(part, self.state.size_of(part)))
+        job = jobs[-1]
+        size = min(GRANT, job.size - job.granted)
+        self.actions.append(Ask(source.key, job.part, job.granted, size))
+        now = self.state.now
+        heard = source.heard if source.flying else now
+        jobs = (*jobs[:-1], replace(job, granted=job.granted + size))
+        self.put(replace(source, jobs=jobs, heard=heard))
+        if self.state.began is None:
+            self.set(began=now)
+        return True
+
+    def _next_part(self, source: Source) -> int | None:
+        """A part nobody is asked for; at the end one that another donor is slow with."""
+        state = self.state
+        for k, part in enumerate(state.back):
+            if not any(job.part == part for job in source.jobs):
+                self.set(back=(*state.back[:k], *state.back[k + 1 :]))
+                return part
+        cursor = state.cursor
+        while cursor < state.parts and state.have >> cursor & 1:
+            cursor += 1
+        if cursor < state.parts:
+            self.set(cursor=cursor + 1)
+            return cursor
+        return self._slow_part(source) if not source.jobs else None
+
+    def _slow_part(self, source: Source) -> int | None:
+        """The part with most bytes to come of those that one other donor alone was asked for."""
+        asked = [job for other in self.state.sources.values() for job in other.jobs]
+        single = [job for job in asked if sum(other.part == job.part for other in asked) == 1]
+        if not single:
+            return None
+        return max(single, key=lambda job: job.size - job.got).part
+
+
+def _reasons(state: State) -> set[str]:
+    return {source.reason or "no answer" for source in state.sources.values()} or {"there is none"}
