@@ -40,8 +40,9 @@ from esnode import admin, nodeoptions
 from protocol import keys, wire, zmtp
 from protocol.entries import EntryKind, parse
 from protocol.lock import Lock
-from protocol.messages import RULE_BY_TYPE, Ack, Applied, Assign, Commit, Hello, Welcome
+from protocol.messages import Ack, Applied, Assign, Commit, Hello, Welcome
 from protocol.seeds import member_seed
+from protocol.wire import RULE_BY_TYPE
 from tests.runs import make_folder, wait_for
 
 ROOT = Path(__file__).resolve().parent.parent
