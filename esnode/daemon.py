@@ -265,7 +265,7 @@ class Daemon:
             self._told = health.sentence
             usual = health.state in (State.CONNECTED, State.CONNECTING)
             self._log.log(logging.INFO if usual else logging.WARNING, "%s", health.sentence)
-        if health.state == State.REFUSED:
+        if health.state == State.REFUSED and self._link.shut_out:
             raise DaemonError(health.sentence)
         changed = self._link.refresh(now)
         if not self._options.coordinator and health.state != State.CONNECTED and now > self._next_look:

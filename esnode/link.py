@@ -9,6 +9,7 @@ when it matters.
 from __future__ import annotations
 
 import logging
+import random
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -27,7 +28,8 @@ from protocol.messages import SCHEMA, Message
 log = logging.getLogger(__name__)
 
 MAX_BODY = max(rule.limit for rule in SCHEMA if rule.sender != "node")
-ROTATE_SECONDS = 6.0  # with several addresses, how long one may fail before the next is tried
+ROTATE_SECONDS = 6.0  # with several addresses, how long one may stay silent before the next is tried
+ROTATE_FAILED_SECONDS = 1.0  # and how long it may fail
 SILENT_SECONDS = 5.0  # a TCP connection without a finished handshake for this long is "silent"
 _WATCHED = (
     zmq.Event.CONNECTED
@@ -100,6 +102,7 @@ class Link:
         self.dropped: Counter[str] = Counter()
         self.connections = 0  # finished handshakes so far
         self._state = State.CONNECTING
+        self._shut: set[str] = set()  # addresses that refused this key since the last connection
         self._context: zmq.Context[Any] = zmq.Context()
         self._open()
 
@@ -107,6 +110,11 @@ class Link:
     def address(self) -> str:
         """The address in use."""
         return self._addresses[self._turn]
+
+    @property
+    def shut_out(self) -> bool:
+        """Whether every address has refused this node's key."""
+        return self._shut.issuperset(self._addresses)
 
     @property
     def sockets(self) -> tuple[zmq.Socket[Any], zmq.Socket[Any]]:
@@ -157,7 +165,10 @@ class Link:
     def refresh(self, now: float) -> bool:
         """With several addresses, try the next when this one keeps failing; True when sockets changed."""
         health = self.health(now)
-        if len(self._addresses) < 2 or health.state == State.CONNECTED or now - self._opened < ROTATE_SECONDS:
+        if len(self._addresses) < 2 or health.state == State.CONNECTED:
+            return False
+        failing = health.hopeless or health.state == State.UNREACHABLE
+        if now - self._tried < (ROTATE_FAILED_SECONDS if failing else ROTATE_SECONDS):
             return False
         self._turn = (self._turn + 1) % len(self._addresses)
         self._reopen()
@@ -170,7 +181,7 @@ class Link:
 
     def close(self, farewell: bool) -> None:
         """Close; with `farewell`, give queued messages a moment to leave."""
-        self._shut(zmtp.FAREWELL_MS if farewell else 0)
+        self._end(zmtp.FAREWELL_MS if farewell else 0)
         self._context.term()
 
     # ------------------------------------------------------------ socket
@@ -178,17 +189,17 @@ class Link:
     def _open(self) -> None:
         self._dealer = _dealer(self._context, self.address, self._server_key, self._secret)
         self._monitor = self._dealer.get_monitor_socket(_WATCHED)
-        self._opened = time.monotonic()
+        self._tried = time.monotonic()  # since when this address is tried without success
         self._tcp_since = 0.0
         self._cut = 0
         self._set(State.CONNECTING, again=True)
         self._dealer.connect(self.address)
 
     def _reopen(self) -> None:
-        self._shut(0)
+        self._end(0)
         self._open()
 
-    def _shut(self, linger: int) -> None:
+    def _end(self, linger: int) -> None:
         self._dealer.disable_monitor()
         self._monitor.close(0)
         self._dealer.close(linger)
@@ -206,11 +217,13 @@ class Link:
         now = time.monotonic()
         if event == zmq.Event.HANDSHAKE_SUCCEEDED:
             self._cut, self._tcp_since = 0, 0.0
+            self._shut.clear()
             self.connections += 1
             self._set(State.CONNECTED)
         elif event == zmq.Event.CONNECTED:
             self._tcp_since = self._tcp_since or now
         elif event == zmq.Event.HANDSHAKE_FAILED_AUTH:
+            self._shut.add(self.address)
             self._set(State.REFUSED)
         elif event == zmq.Event.HANDSHAKE_FAILED_PROTOCOL:
             self._set(State.FOREIGN)
@@ -219,6 +232,7 @@ class Link:
             if self._cut >= _CUT_HANDSHAKES:
                 self._set(State.WRONG_KEY)
         elif event == zmq.Event.DISCONNECTED and self._state == State.CONNECTED:
+            self._tried = now
             self._set(State.CONNECTING)
         elif event in _RETRIES and self._state == State.CONNECTING and self._cut == 0:
             self._set(State.UNREACHABLE)  # a retry after a cut handshake would say nothing new
@@ -247,8 +261,9 @@ def _dealer(
         (zmq.MAXMSGSIZE, MAX_BODY),
         (zmq.CONNECT_TIMEOUT, zmtp.CONNECT_TIMEOUT_MS),
         (zmq.HANDSHAKE_IVL, zmtp.HANDSHAKE_MS),
-        (zmq.RECONNECT_IVL, zmtp.RECONNECT_MS),
-        (zmq.RECONNECT_IVL_MAX, zmtp.RECONNECT_MAX_MS),
+        # doubling, from and to a value of this node's own: a thousand nodes do not come back at one moment
+        (zmq.RECONNECT_IVL, random.randint(zmtp.RECONNECT_MS, 2 * zmtp.RECONNECT_MS)),
+        (zmq.RECONNECT_IVL_MAX, random.randint(zmtp.RECONNECT_MAX_MS * 3 // 4, zmtp.RECONNECT_MAX_MS)),
         (zmq.HEARTBEAT_IVL, zmtp.HEARTBEAT_MS),
         (zmq.HEARTBEAT_TIMEOUT, zmtp.HEARTBEAT_TIMEOUT_MS),
         (zmq.HEARTBEAT_TTL, zmtp.HEARTBEAT_TIMEOUT_MS),

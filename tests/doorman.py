@@ -20,7 +20,13 @@ Answer = Callable[[bytes, Message], Message | None]
 class Doorman:
     """A CURVE ROUTER in a thread. `admit(key)` decides on connections, `answer(key, message)` what to say."""
 
-    def __init__(self, admit: Callable[[bytes], bool], answer: Answer, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self,
+        admit: Callable[[bytes], bool],
+        answer: Answer,
+        host: str = "127.0.0.1",
+        secret: bytes = SERVER,
+    ) -> None:
         self._admit, self._answer = admit, answer
         self.heard: list[tuple[bytes, Message]] = []
         self._context: zmq.Context[Any] = zmq.Context()
@@ -30,7 +36,7 @@ class Doorman:
         self._router.linger = 0
         self._router.ipv6 = ":" in host
         self._router.curve_server = True
-        self._router.curve_secretkey, self._router.curve_publickey = SERVER, keys.curve_public(SERVER)
+        self._router.curve_secretkey, self._router.curve_publickey = secret, keys.curve_public(secret)
         self._router.bind(f"tcp://{host}:0")
         self.address = str(self._router.getsockopt_string(zmq.LAST_ENDPOINT))
         self._over = threading.Event()

@@ -20,6 +20,7 @@ from esnode.link import Link, LinkError, State
 from protocol import keys, wire
 from protocol.messages import Ack, Bye, Refuse, Rehello, Unit
 from tests.door import BEAT, HELLO, N1, N2, SERVER, STRANGER, Door
+from tests.doorman import Doorman
 from tests.runs import Processes, make_folder, wait_for
 
 
@@ -91,11 +92,28 @@ def test_silence_and_nobody_there() -> None:
 
 
 def test_next_address_is_tried(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("esnode.link.ROTATE_SECONDS", 0.2)
+    monkeypatch.setattr("esnode.link.ROTATE_FAILED_SECONDS", 0.2)
     link = Link(["tcp://127.0.0.1:9", door.address], keys.curve_public(SERVER), N1)
     door.links.append(link)
     wait_for(lambda: door.pump(0.02) or link.receive() or link.refresh(time.monotonic()), 3)
     assert door.say(link, HELLO)
+
+
+def test_a_key_is_shut_out_when_every_address_refuses_it(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("esnode.link.ROTATE_FAILED_SECONDS", 0.1)
+    with Doorman(lambda key: False, lambda key, message: None, secret=SERVER) as other:
+        for secret, shut_out in ((STRANGER, True), (N2, False)):
+            link = Link([other.address, door.address], keys.curve_public(SERVER), secret)
+            door.links.append(link)
+
+            def settled(link: Link = link) -> bool:
+                door.pump(0.02)
+                link.receive()
+                link.refresh(time.monotonic())
+                return link.shut_out or link.connections > 0
+
+            wait_for(settled, 5)
+            assert link.shut_out is shut_out
 
 
 @pytest.mark.parametrize("address", ["", "127.0.0.1:5", "tcp://host", "tcp://h:99999", "tcp://:5", "ipc://x"])
