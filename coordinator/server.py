@@ -24,7 +24,7 @@ from typing import Any
 
 import zmq
 
-from coordinator import machine
+from coordinator import greeting, machine, reach
 from coordinator.admin import Admin
 from coordinator.blobs import Shelf
 from coordinator.events import (
@@ -43,12 +43,14 @@ from coordinator.events import (
 )
 from coordinator.gate import BindError, Gate
 from coordinator.journal import Journal, entries_of
+from coordinator.orders import Orders
 from coordinator.outputs import Outputs
 from coordinator.scrape import Scrape
 from coordinator.setup import Setup, publish_address, usual_address
 from protocol import logfile
 from protocol.entries import EntryKind, parse
 from protocol.errors import UserError
+from protocol.keys import curve_public
 from protocol.ledger import LedgerError, LedgerFile
 from protocol.messages import Ack, Assign, Result, Unit
 
@@ -64,9 +66,20 @@ class Server:
     """One coordinator on one run folder. `run` returns the exit code."""
 
     def __init__(
-        self, setup: Setup, bind: str, plain: bool, log: logging.Logger, scrape: Scrape | None = None
+        self,
+        setup: Setup,
+        bind: str,
+        plain: bool,
+        log: logging.Logger,
+        *,
+        scrape: Scrape | None = None,
+        advertise: Sequence[str] = (),
     ) -> None:
-        """Recall the journal and listen. `scrape`: the port for Prometheus, closed by `close`."""
+        """Recall the journal and listen.
+
+        `scrape`: the port for Prometheus, closed by `close`; `advertise`: addresses for invites, see
+        `reach.advertised`.
+        """
         self._setup = setup
         self._scrape = scrape
         self._log = log
@@ -78,6 +91,14 @@ class Server:
         self._gate = Gate(self._context, None if plain else setup.curve_secret, self._state.guests)
         self._gate.blobs = Shelf(setup.lock, setup.folder / "task.jsonl").answer
         self.address = self._bind(bind)
+        self._orders = Orders(
+            lambda: self._state,
+            lambda event: self._process([event]),
+            b"" if plain else curve_public(setup.curve_secret),
+            lambda: reach.advertised(self.address, advertise),
+        )
+        if advertise:
+            reach.advertised(self.address, advertise)  # refused now, not when somebody is to be invited
         self._admin = Admin(self._context, setup.folder / "coordinator", self._answer)
         self._poller = zmq.Poller()
         for socket in (*self._gate.sockets, self._admin.socket):
@@ -121,12 +142,14 @@ class Server:
 
     # ------------------------------------------------------------ the loop
 
-    def run(self) -> int:
-        """Serve until the core stops."""
+    def run(self, invites: int = 0) -> int:
+        """Serve until the core stops; `invites` of them are printed as soon as nodes may come."""
         publish_address(self._setup.folder, self.address)
         self._log.info("serving run %s on %s", self._setup.lock.run_id.hex()[:12], self.address)
         now = time.monotonic()
         self._process([Started(now, self._term + 1, os.urandom(8), time.time(), os.urandom(32))])
+        made = [self._orders.invite() for _ in range(invites if self._stopped is None else 0)]
+        greeting.show(made, self._setup.folder, self.address)
         next_tick = now
         while self._stopped is None:
             self._poller.poll(max(0, int((next_tick - time.monotonic()) * 1000)))
@@ -239,16 +262,21 @@ class Server:
             "pid": os.getpid(),
             "uptime": round(time.monotonic() - self._born, 1),
             "wire": self._gate.counts.as_dict(),
+            "places": {key.hex(): self._gate.place(key) for key in self._state.nodes},
         }
 
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """One request of the administration socket."""
+        order = self._orders.answer(request)
+        if order is not None:
+            return order
         if request.get("op") == "status":
             return self._status()
         if request.get("op") == "stop":
             self.request_stop(str(request.get("reason", "stopped by the operator")))
             return {"ok": True}
-        return {"error": f"unknown request {request.get('op')!r}; there are status and stop"}
+        known = "status, stop, invite, nodes, allow and revoke"
+        return {"error": f"unknown request {request.get('op')!r}; there are {known}"}
 
     def close(self) -> None:
         """Let go of everything; queued goodbyes may leave after a clean stop."""
@@ -286,6 +314,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--bind", default="tcp://127.0.0.1:0", help="address to listen on; port 0 means any free port"
     )
+    parser.add_argument(
+        "--advertise", action="append", default=[], help="address that invites name (may be repeated)"
+    )
+    parser.add_argument("--invites", type=int, default=0, help="how many invites to print when listening")
     parser.add_argument("--plain", action="store_true", help="no encryption: tests on loopback only")
     parser.add_argument("--metrics", metavar="[HOST:]PORT", help="serve numbers for Prometheus there")
     options = parser.parse_args(arguments)
@@ -311,7 +343,7 @@ def _serve(setup: Setup, options: argparse.Namespace, log: logging.Logger) -> in
     scrape = Scrape(options.metrics) if options.metrics else None
     if scrape is not None:
         log.info("metrics at http://%s/metrics", scrape.address)
-    server = Server(setup, options.bind, options.plain, log, scrape)
+    server = Server(setup, options.bind, options.plain, log, scrape=scrape, advertise=options.advertise)
 
     def stop(number: int, _frame: Any) -> None:
         signal.signal(number, lambda *_: os._exit(EXIT_INTERRUPTED))  # the journal survives anything
@@ -322,7 +354,7 @@ def _serve(setup: Setup, options: argparse.Namespace, log: logging.Logger) -> in
     gc.freeze()  # what a start has read lives as long as the process
     gc.set_threshold(GC_AFTER)  # values hold no cycles: looking at all of them often would find nothing
     try:
-        return server.run()
+        return server.run(options.invites)
     finally:
         server.close()
 

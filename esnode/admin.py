@@ -22,8 +22,26 @@ class NoCoordinator(UserError):
     """Nobody answers: no coordinator runs on this folder, or it is stuck."""
 
 
+class OrderRefused(UserError):
+    """The coordinator answered that it will not do this; its sentence says why."""
+
+
+def order(folder: Path, op: str, **fields: Any) -> dict[str, Any]:
+    """`ask` for something that has to happen: OrderRefused when the coordinator refuses it, NoCoordinator
+    with the command that starts one when none runs."""
+    try:
+        answer = ask(folder, op, **fields)
+    except NoCoordinator as error:
+        raise NoCoordinator(
+            f"{error}. Only a running coordinator can do this: `esnode coordinator serve --data {folder}`"
+        ) from None
+    if "error" in answer:
+        raise OrderRefused(str(answer["error"]))
+    return answer
+
+
 def ask(folder: Path, op: str, *, wait: float = WAIT_SECONDS, **fields: Any) -> dict[str, Any]:
-    """Send one request ("status" or "stop") to the coordinator of the run in `folder` and return its answer.
+    """Send one request ("status", "stop", ...) to the coordinator of the run in `folder`; its answer.
 
     NoCoordinator when nothing answers within `wait` seconds.
     """

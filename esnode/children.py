@@ -63,7 +63,7 @@ class Child:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, **_importable(), **self.environment},
+                env={**os.environ, **importable(), **self.environment},
                 pass_fds=self.keep_open,
                 start_new_session=True,
             )
@@ -144,9 +144,9 @@ class Children:
             self.kill()
 
 
-def _importable() -> dict[str, str]:
-    """Our own packages are found wherever we were started; nothing is imported from the working directory,
-    where a user's file could bear the name of a module."""
+def importable() -> dict[str, str]:
+    """Environment for a process of ours: our packages are found wherever we were started, and nothing is
+    imported from the working directory, where a user's file could bear the name of a module."""
     home = str(Path(__file__).resolve().parent.parent)
     path = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
     return {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}

@@ -149,8 +149,10 @@ def without_plan(folder: RunFolder) -> str:
     )
 
 
-def occupy(folder: RunFolder) -> int:
+def occupy(folder: RunFolder, flag: str = "--out") -> int:
     """Take the folder for this process and those it starts; returns the descriptor that holds it.
+
+    `flag` is the option that names another folder, for the sentence that refuses.
 
     Two locks on one file. The record lock is this process's alone: held means another `esnode run` lives.
     The flock goes with the descriptor, which the children inherit, so it is free only when the last of them
@@ -164,7 +166,7 @@ def occupy(folder: RunFolder) -> int:
         os.close(descriptor)
         raise FolderError(
             f"{folder.path} is in use by process {holder}. Wait for it, stop it with Ctrl-C, "
-            "or choose another folder with --out."
+            f"or choose another folder with {flag}."
         ) from None
     deadline = time.monotonic() + STALE_WAIT
     while True:

@@ -1,14 +1,16 @@
 """Where a run stands, running or not: the coordinator's own status, or what the folder's files say.
 
-Called by `cli/run.py`. Needs no torch.
+Called by `cli/status.py`. Needs no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -45,38 +47,119 @@ def of(path: Path) -> dict[str, Any]:
     }
 
 
-def words(status: Mapping[str, Any]) -> Table:
+STYLES = {
+    "ready": "green",
+    "suspect": "yellow",
+    "stalled": "yellow",
+    "lost": "red",
+    "left": "dim",
+    "catching up": "cyan",
+    "new": "cyan",
+}
+
+
+def plain(text: object) -> str:
+    """Words from elsewhere (names, reasons, devices) without anything that could drive a terminal."""
+    return "".join(letter if letter.isprintable() else "?" for letter in str(text))
+
+
+def words(status: Mapping[str, Any]) -> Group:
     """The same for a terminal."""
+    parts: list[RenderableType] = [_head(status)]
+    if status.get("nodes"):
+        parts += [Text(), _nodes(status)]
+    door = list(_door(status))
+    if door:
+        table = _grid()
+        for name, text in door:
+            table.add_row(Text(name), Text(plain(text)))
+        parts += [Text(), table]
+    return Group(*parts)
+
+
+def _grid() -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
-    table.add_row("state", ", ".join(word for word in (status["state"], status["reason"]) if word))
-    table.add_row("run", (status["run"] or "")[:16])
-    table.add_row("rounds", f"{status['round']} of {status['rounds']} closed")
+    return table
+
+
+def _head(status: Mapping[str, Any]) -> Table:
+    table = _grid()
+
+    def row(name: str, text: object) -> None:
+        table.add_row(Text(plain(name)), Text(plain(text)))
+
+    row("state", ", ".join(word for word in (status["state"], status["reason"]) if word))
+    row("run", (status["run"] or "")[:16] + (f", term {status['term']}" if "term" in status else ""))
+    row("rounds", f"{status['round']} of {status['rounds']} closed")
     members = status.get("members")
     if members and members["total"]:
-        table.add_row("members", f"{members['done']} of {members['total']} in, {members['void']} void")
+        row("members", f"{members['done']} of {members['total']} in, {members['void']} void")
     if status.get("rewards"):
         round_, mean, best, *_ = status["rewards"][-1]
-        table.add_row("reward", f"mean {mean:.4f}, best {best:.4f} in round {round_}")
+        row("reward", f"mean {mean:.4f}, best {best:.4f} in round {round_}")
     if status.get("scores"):
         round_, mean, correct, prompts = status["scores"][-1]
-        table.add_row("held-out", f"{mean:.4f} after {round_} rounds, {correct} of {prompts} correct")
-    for node in status.get("nodes", []):
-        table.add_row(Text(node["name"]), Text(node_words(node)))
-    for name, count in status.get("counters", {}).items():
-        table.add_row(name, str(count))
+        row("held-out", f"{mean:.4f} after {round_} rounds, {correct} of {prompts} correct")
+    if status.get("address"):
+        row("listens", status["address"])
+    if status.get("counters"):
+        row("counted", ", ".join(f"{name} {count}" for name, count in status["counters"].items()))
     for refusal in status.get("refusals", []):
-        table.add_row("refused", Text(refusal))
+        row("refused", refusal)
     if status.get("problem"):
-        table.add_row("problem", status["problem"])
+        row("problem", status["problem"])
     return table
+
+
+def _nodes(status: Mapping[str, Any]) -> Table:
+    """One line per node: who, how it stands and why, how fast, what it does, what became of its work."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("node", "state"):
+        table.add_column(name, overflow="fold")
+    for name in ("pace", "ok", "late", "refused", "failed"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("working on", overflow="fold", ratio=2)
+    table.add_column("why", overflow="fold", ratio=2)
+    table.add_column("from", overflow="fold")
+    for node in status["nodes"]:
+        pace = node.get("seconds_per_chunk")
+        counts = [str(node.get(name, 0)) for name in ("accepted", "late", "refused", "failed")]
+        state = Text(plain(node["state"]), style=STYLES.get(node["state"], ""))
+        cells = [
+            "-" if pace is None else f"{pace:.3g} s",
+            *counts,
+            _work(node) or "-",
+            node["reason"],
+            status.get("places", {}).get(node.get("key")) or "-",
+        ]
+        table.add_row(Text(plain(node["name"])), state, *(Text(plain(cell)) for cell in cells))
+    return table
+
+
+def _door(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What the gate refused, by whom and why; keys that knock; invites."""
+    wire = status.get("wire", {})
+    for peer, reasons in wire.get("refused", {}).items():
+        counted = ", ".join(f"{reason} {count}" for reason, count in reasons.items())
+        yield "turned away", f"{peer}: {counted}"
+    for key, count in wire.get("strangers", {}).items():
+        yield "unknown key", f"{key} knocked {count} times (let it in: esnode nodes allow)"
+    invites = status.get("guests", {}).get("invites", [])
+    if invites:
+        states = Counter(invite["state"].partition(":")[0] for invite in invites)
+        counted = ", ".join(f"{count} {state}" for state, count in states.items())
+        yield "invites", f"{counted} (esnode nodes list)"
+
+
+def _work(node: Mapping[str, Any]) -> str:
+    return ", then ".join(
+        f"{label} {thousandths / 10:.0f}%" if thousandths else label for label, thousandths in node["units"]
+    )
 
 
 def node_words(node: Mapping[str, Any]) -> str:
     """What one node does: "member 3 chunks 0-3 41%", or why it does nothing."""
-    work = [
-        f"{label} {thousandths / 10:.0f}%" if thousandths else label for label, thousandths in node["units"]
-    ]
-    doing = ", then ".join(work) if work else node["reason"]
-    return doing if node["state"] == "ready" else f"{node['state']}: {node['reason']}"
+    doing = _work(node) or node["reason"]
+    return plain(doing if node["state"] == "ready" else f"{node['state']}: {node['reason']}")

@@ -296,6 +296,39 @@ def test_standing_in_words() -> None:
     assert "2 of 4 in, 0 void" in shown and "another law" in shown and "6 of 10 closed" in shown
 
 
+def test_the_status_table_says_who_does_what_and_why() -> None:
+    node = {
+        "name": "gpu\x1b[2J-7",
+        "key": "aa",
+        "state": "ready",
+        "reason": "at round 6",
+        "units": [["member 2 chunks 0-3", 410]],
+        "seconds_per_chunk": 2.345,
+        "accepted": 17,
+        "late": 3,
+        "refused": 2,
+        "failed": 1,
+    }
+    status = {
+        **STATUS,
+        "nodes": [node, {**node, "name": "n2", "key": "bb", "state": "left", "reason": "revoked: \x07sold"}],
+        "places": {"aa": "192.0.2.9"},
+        "wire": {"refused": {"unknown": {"not encrypted": 4}}, "strangers": {"4f1c": 2}},
+        "guests": {"invites": [{"state": "open"}, {"state": "withdrawn: lost"}, {"state": "open"}]},
+    }
+    shown = text_of(standing.words(status), width=160)
+    lines = [" ".join(line.split()) for line in shown.splitlines()]
+    assert "gpu?[2J-7 ready 2.35 s 17 3 2 1 member 2 chunks 0-3 41% at round 6 192.0.2.9" in lines
+    for words in (
+        "revoked: ?sold",
+        "unknown: not encrypted 4",
+        "4f1c knocked 2 times",
+        "2 open, 1 withdrawn",
+    ):
+        assert words in shown, words
+    assert "\x1b" not in shown and "\x07" not in shown
+
+
 def test_sizes_and_clocks() -> None:
     assert [progress.size(count) for count in (0, 812, 1234, 3_400_000, 2e9)] == [
         "0 B",

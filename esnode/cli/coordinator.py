@@ -1,9 +1,7 @@
-"""The command that serves a run to several nodes: coordinator serve."""
+"""The command that serves a run to other machines: coordinator serve."""
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 
 import click
@@ -11,49 +9,84 @@ import click
 
 @click.group()
 def coordinator() -> None:
-    """Serve a run to nodes that are started one by one. `esnode run` does all of this by itself on one
-    machine.
-    """
+    """Serve a run to nodes on other machines. `esnode run` does all of this by itself on one machine."""
 
 
 @coordinator.command()
+@click.argument("plan", required=False, type=click.Path(path_type=Path, dir_okay=False))
 @click.option(
     "--data", type=click.Path(path_type=Path, file_okay=False), required=True, help="The run's folder."
-)
-@click.option(
-    "--plan", type=click.Path(path_type=Path, dir_okay=False), help="Plan of a new run; needs the node extra."
 )
 @click.option(
     "--bind", default="tcp://127.0.0.1:0", show_default=True, metavar="ADDRESS", help="Where to listen."
 )
 @click.option(
+    "--advertise",
+    multiple=True,
+    metavar="HOST[:PORT]",
+    help="Address for invites; may be repeated [default: this machine's].",
+)
+@click.option(
+    "--invites",
+    type=click.IntRange(0, 100),
+    metavar="N",
+    help="Invites to print [default: 1 at the first start].",
+)
+@click.option("--rounds", type=click.IntRange(min=1), metavar="R", help="Rounds, instead of the plan's.")
+@click.option(
+    "--task-data",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="The task's data, when PLAN is a lock [default: task.jsonl beside it].",
+)
+@click.option(
+    "--code", type=click.Path(path_type=Path, file_okay=False), help="Folder of a python: task's file."
+)
+@click.option(
     "--allow",
     multiple=True,
     metavar="NAME",
-    help="Make a key for this node under DATA/nodes and let it in; may be repeated.",
+    help="Let a node of this machine in, with a key under DATA/nodes; may be repeated.",
 )
 @click.option("--metrics", metavar="[HOST:]PORT", help="Numbers for Prometheus there; loopback if no HOST.")
-def serve(data: Path, plan: Path | None, bind: str, allow: tuple[str, ...], metrics: str | None) -> None:
-    """Coordinate the run in the folder --data until its last round, then exit.
+@click.option("--plain", is_flag=True, help="No encryption; for tests, on loopback only.")
+def serve(
+    plan: Path | None,
+    data: Path,
+    bind: str,
+    advertise: tuple[str, ...],
+    invites: int | None,
+    rounds: int | None,
+    task_data: Path | None,
+    code: Path | None,
+    allow: tuple[str, ...],
+    metrics: str | None,
+    plain: bool,
+) -> None:
+    """Coordinate a run until its last round, then exit. Once it listens it prints an invite for one machine.
 
-    The folder is one of `esnode run`, or a new one made from --plan. Ctrl-C keeps everything; the same
-    command goes on where it was. The coordinator needs no model, no GPU and little memory.
+    PLAN is a plan, which takes the node extra to resolve, or a lock made elsewhere (`esnode plan lock`): then
+    neither torch nor a model is needed here, just the signing key that the lock trusts. Ctrl-C keeps
+    everything; the same command, also without PLAN, goes on where it was. The coordinator needs no GPU and
+    little memory.
 
     \b
-    Example, three terminals:
-      esnode coordinator serve --data runs/mine --plan plan.toml --allow a --allow b
-      esnode node --run runs/mine --name a
-      esnode node --run runs/mine --name b
+    Examples:
+      esnode coordinator serve plan.toml --bind tcp://0.0.0.0:5555 --data runs/mine
+      esnode coordinator serve --bind tcp://[::]:5555 --advertise train.example.org --data runs/mine
+      esnode coordinator serve lock.json --task-data task.jsonl --rounds 300 --data runs/mine
     """
-    from esnode import begin
-    from esnode.folder import RunFolder
-    from esnode.tell import silent
+    from rich.console import Console
 
-    folder = RunFolder(data)
-    begin.settle(folder, begin.Request(out=data, plan=plan), silent)
-    begin.admit(folder, allow)
-    # Another package, which must run without this one: a process of its own takes this one's place.
-    command = [sys.executable, "-m", "coordinator.server", "--data", str(data), "--bind", bind]
-    command += ["--metrics", metrics] if metrics else []
-    sys.stdout.flush()
-    os.execv(sys.executable, command)
+    from esnode import progress
+    from esnode import serve as serving
+
+    order = serving.Order(data=data, source=plan, task_data=task_data, rounds=rounds, code=code, allow=allow)
+    place, descriptor = serving.take(order)
+    with progress.bars(Console(stderr=True)) as tell:
+        serving.settle(place, order, tell)
+    first = not (place.coordinator / "journal.sqlite").exists()
+    words = ["--bind", bind, "--invites", str(int(first and not plain) if invites is None else invites)]
+    words += ["--metrics", metrics] if metrics else []
+    for address in advertise:
+        words += ["--advertise", address]
+    serving.become(place, descriptor, [*words, *(["--plain"] if plain else [])])

@@ -45,7 +45,7 @@ class Verb:
 
 VERBS: dict[str, Verb] = {
     "run": Verb("esnode.cli.run", "run", TRAIN, "Train a model on this machine, from start to report."),
-    "status": Verb("esnode.cli.run", "status", TRAIN, "Show where a run stands."),
+    "status": Verb("esnode.cli.status", "status", TRAIN, "Show where a run stands."),
     "plan": Verb("esnode.cli.plan", "plan", TRAIN, "Write, check and resolve plan files."),
     "verify": Verb("esnode.cli.ledger", "verify", LEDGER, "Rebuild the weights, compare every digest."),
     "show": Verb("esnode.cli.ledger", "show", LEDGER, "List the rounds of a ledger."),
@@ -54,6 +54,8 @@ VERBS: dict[str, Verb] = {
     "fork": Verb("esnode.cli.ledger", "fork", LEDGER, "Start a new run from any round of another."),
     "doctor": Verb("esnode.cli.doctor", "doctor", HERE, "Check hardware, versions and kernels."),
     "coordinator": Verb("esnode.cli.coordinator", "coordinator", MANY, "Serve a run to other machines."),
+    "invite": Verb("esnode.cli.nodes", "invite", MANY, "Make an invite for one more machine."),
+    "nodes": Verb("esnode.cli.nodes", "nodes", MANY, "Who may work: list, allow, revoke."),
     "join": Verb("esnode.cli.join", "join", MANY, "Work for a run, by an invite."),
     "pause": Verb("esnode.cli.join", "pause", MANY, "Let this machine's nodes rest."),
     "resume": Verb("esnode.cli.join", "resume", MANY, "Let them work again."),

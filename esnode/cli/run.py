@@ -1,8 +1,7 @@
-"""The commands that run: run, status."""
+"""The command that runs: run."""
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -70,26 +69,3 @@ def run(
         code=code,
     )
     sys.exit(start(request, Console()))
-
-
-@click.command()
-@click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
-@click.option("--json", "as_json", is_flag=True, help="Print the coordinator's status as JSON.")
-def status(folder: Path, as_json: bool) -> None:
-    """Show where the run in FOLDER stands: rounds, members, nodes, scores.
-
-    Asks the running coordinator; of a run that is not running it shows what its files say.
-
-    \b
-    Example:
-      esnode status runs/mine
-    """
-    from rich.console import Console
-
-    from esnode import standing
-
-    now = standing.of(folder)
-    if as_json:
-        click.echo(json.dumps(now, indent=1))
-    else:
-        Console().print(standing.words(now))

@@ -1,0 +1,158 @@
+"""From a plan or a lock to a folder that a coordinator can serve, and the process that serves it.
+
+A plan is resolved here, which needs the node extra; a lock with the task's data needs no torch. The folder is
+one of `esnode run`, so either command continues what the other began. Called by `cli/coordinator.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import NoReturn
+
+from esnode import begin, children, folder, planfile
+from esnode.begin import Request
+from esnode.folder import RunFolder, write_file
+from esnode.tell import Tell
+from protocol import keys, plan
+from protocol.errors import UserError
+from protocol.lock import Lock
+from protocol.plan import Ops, Plan
+
+
+class ServeError(UserError):
+    """Plan, lock, data and folder do not fit together; the sentence says what to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What the user asked for."""
+
+    data: Path
+    source: Path | None = None  # a plan or a lock; None: what the folder holds
+    task_data: Path | None = None
+    rounds: int | None = None
+    code: Path | None = None
+    allow: Sequence[str] = ()
+
+
+def take(order: Order) -> tuple[RunFolder, int]:
+    """The folder, and the descriptor that keeps `esnode run` and other coordinators out of it."""
+    place = RunFolder(order.data)
+    if not place.is_run:
+        if order.source is None:
+            raise ServeError(
+                f"{order.data} holds no run yet: name its plan, `esnode coordinator serve PLAN`."
+            )
+        if order.data.exists() and any(entry.name != ".busy" for entry in _entries(order.data)):
+            raise ServeError(
+                f"{order.data} exists and is no run folder. Choose a new or empty one with --data."
+            )
+        order.data.mkdir(parents=True, exist_ok=True)
+    return place, folder.occupy(place, "--data")
+
+
+def settle(place: RunFolder, order: Order, tell: Tell) -> Lock:
+    """Bring the folder to the point where it can be served. ServeError when it is another plan's."""
+    found = planfile.read(order.source) if order.source is not None else None
+    if isinstance(found, Lock):
+        _from_lock(place, found, order)
+    elif found is not None and place.is_run:
+        _same_plan(place, found, order)
+    fresh = not place.is_run
+    source = order.source if fresh else None
+    try:
+        lock = begin.settle(place, Request(plan=source, rounds=order.rounds, code=order.code), tell)
+    except UserError:
+        if fresh:
+            begin.discard(place)
+        raise
+    begin.admit(place, order.allow)
+    return lock
+
+
+def become(place: RunFolder, descriptor: int, words: Sequence[str]) -> NoReturn:
+    """Let the coordinator take this process's place, the folder still taken by it.
+
+    It is another package, which must run without this one.
+    """
+    os.set_inheritable(descriptor, True)
+    command = [sys.executable, "-m", "coordinator.server", "--data", str(place.path), *words]
+    sys.stdout.flush()
+    os.execve(sys.executable, command, {**os.environ, **children.importable()})
+
+
+def _entries(path: Path) -> list[Path]:
+    try:
+        return list(path.iterdir())
+    except NotADirectoryError:
+        raise ServeError(f"{path} is a file. Choose a new or empty folder with --data.") from None
+
+
+def _same_plan(place: RunFolder, given: Plan, order: Order) -> None:
+    """Refuse another run's plan; take over `[ops]`, which may change at any time."""
+    wanted = plan.parse(begin.draft(Request(plan=order.source)))
+    held = plan.parse(place.plan.read_text(encoding="utf-8"))
+    for rule in fields(Plan):
+        ours, theirs = getattr(held, rule.name), getattr(wanted, rule.name)
+        if rule.name != "ops" and ours != theirs:
+            raise ServeError(
+                f"{place.path} holds the run of another plan: {rule.name} is {_shown(ours)} there and "
+                f"{_shown(theirs)} in {order.source}. Give the new plan its own folder with --data."
+            )
+    if given.ops != held.ops:
+        write_file(place.plan, plan.render(plan.changed(held, **_ops(given.ops))).encode())
+
+
+def _from_lock(place: RunFolder, lock: Lock, order: Order) -> None:
+    """Write the files of a lock's run, or refuse when the folder holds another."""
+    if place.is_run:
+        held = folder.lock_of(place).run_id if place.lock.exists() else b""
+        if held != lock.run_id:
+            raise ServeError(
+                f"{place.path} holds run {held.hex()[:16] or 'without a lock'}, {order.source} is the lock "
+                f"of run {lock.run_id.hex()[:16]}. Give it its own folder with --data."
+            )
+        return
+    if order.rounds is None:
+        raise ServeError(f"{order.source} is a lock, which does not say how long to train: add --rounds R.")
+    if begin.own_key() not in lock.trusted:
+        raise ServeError(
+            f"{order.source} does not trust this user's signing key {begin.own_key()}, so no node would "
+            "follow this coordinator. Write it into the plan's `trusted` and lock again, or put the key of "
+            f"the user who made the lock into {keys.user_signing_file()}."
+        )
+    data = _task_data(lock, order)
+    named = {rule.name: getattr(lock, rule.name) for rule in fields(Plan) if rule.name != "ops"}
+    write_file(place.task, data)
+    write_file(place.lock, lock.to_bytes())
+    write_file(place.plan, plan.render(Plan(**named, ops=Ops(rounds=order.rounds))).encode())
+
+
+def _task_data(lock: Lock, order: Order) -> bytes:
+    """The task's data, from --task-data or beside the lock; it must be what the lock was made with."""
+    assert order.source is not None
+    path = order.task_data or order.source.with_name("task.jsonl")
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ServeError(
+            f"cannot read the task's data {path} ({error.strerror}): name the file that `esnode plan lock "
+            "--data` wrote, with --task-data."
+        ) from error
+    if hashlib.sha256(data).hexdigest() != lock.data:
+        raise ServeError(f"{path} is not the data that {order.source} was made with (its SHA-256 differs).")
+    return data
+
+
+def _ops(ops: Ops) -> dict[str, object]:
+    return {rule.name: getattr(ops, rule.name) for rule in fields(Ops)}
+
+
+def _shown(value: object) -> str:
+    text = str(value[0] if isinstance(value, tuple) and len(value) == 1 else value)
+    return text if len(text) <= 60 else text[:57] + "..."
