@@ -38,7 +38,7 @@ COORDINATOR = "coordinator"
 NODES = ("n1", "n2", "n3", "n4")
 EVERYBODY = (COORDINATOR, *NODES)
 FOREVER = 10**6  # rounds; the plan file is amended when the time of faults is over
-TOY = {"members": 8, "task_options": {"seconds": 0.08}}
+LONG = 200.0  # seconds; units of longer runs take longer, so that replays from the base stay short
 POLITE = 10.0  # seconds a process has to leave after SIGTERM
 HEAL = 90.0  # seconds in which the run must end once nothing is disturbed any more
 LOOK = 0.05
@@ -195,7 +195,7 @@ class Play:
         self.longest_wait = max(self.longest_wait, time.monotonic() - self._moved)
         if status["round"] > self.rounds:
             self.rounds, self._moved = status["round"], time.monotonic()
-        nodes = ", ".join(f"{node['name']} {node['state']}" for node in status["nodes"])
+        nodes = ", ".join(map(_standing, status["nodes"])) or "no node"
         members = status["members"]
         self._tell(
             f"term {status['term']}, round {status['round']}, {members['done']}/{members['total']} members; "
@@ -230,6 +230,11 @@ class Play:
             time.sleep(LOOK)
         for name in sorted(waiting):
             self._violation(f"{name} still runs {self.heal_seconds:.0f} s after the last fault")
+
+
+def _standing(node: dict[str, Any]) -> str:
+    why = "" if node["state"] == "ready" else f" ({node['reason']})"
+    return f"{node['name']} {node['state']}{why}"
 
 
 # ---------------------------------------------------------------- what must come out
@@ -294,7 +299,7 @@ def bugs(processes: Processes) -> list[str]:
 
 def toy(folder: Path, deeds: Sequence[Deed], seconds: float, say: Callable[[str], None]) -> Play:
     """A whole run of the toy engine under `deeds`; its violations are complete."""
-    make_folder(folder, NODES, FOREVER, **TOY)
+    make_folder(folder, NODES, FOREVER, **_lock_of(seconds))
     with Processes(folder) as processes:
         start: dict[str, Callable[[], Any]] = {name: lambda n=name: processes.node(n) for name in NODES}
         start[COORDINATOR] = processes.coordinator
@@ -307,7 +312,7 @@ def across_namespaces(
     folder: Path, deeds: Sequence[Deed], seconds: float, say: Callable[[str], None]
 ) -> Play:
     """The same with each process in a network namespace: 10 Mbit/s, 1% of packets lost."""
-    make_folder(folder, NODES, FOREVER, **TOY)
+    make_folder(folder, NODES, FOREVER, **_lock_of(seconds))
     with netns.Net(NODES, "10mbit") as net, netns.Site(folder, net) as site:
         for name in NODES:
             net.lose(name, 0.01)
@@ -332,6 +337,10 @@ def tiny_model(folder: Path, deeds: Sequence[Deed], seconds: float, say: Callabl
         play = Play(processes, start, list(deeds), seconds, say, heal_seconds=3 * HEAL)
         play.perform()
     return _judged(play, tiny_chaos.load)
+
+
+def _lock_of(seconds: float) -> dict[str, Any]:
+    return {"members": 8, "task_options": {"seconds": 0.08 if seconds < LONG else 0.4}}
 
 
 def _toy_truth(folder: Path) -> Any:

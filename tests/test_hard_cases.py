@@ -69,3 +69,24 @@ def test_another_plan_on_the_same_folder(tmp_path: Path) -> None:
         processes.wait_end()
     lock = ledger.read(tmp_path / "run.ledger").chain.lock
     assert chaos.differences(tmp_path / "run.ledger", toy_engine.ToyWorkshop(lock, "truth", 0.0)) == []
+
+
+def test_units_of_a_killed_node_run_elsewhere(tmp_path: Path) -> None:
+    """Within the 15 s of a lease at the latest, also while the other node is busy with long work."""
+    make_folder(tmp_path, rounds=10**6, members=2, chunk=8, task_options={"seconds": 3.0})
+    with Processes(tmp_path) as processes:
+        processes.coordinator()
+        for name in ("n1", "n2"):
+            processes.node(name)
+        lost = wait_for(lambda: units_of(processes, "n1"))
+        processes.kill("n1")
+        killed = time.monotonic()
+        wait_for(lambda: set(lost) <= set(units_of(processes, "n2")), 20)
+        print(f"run elsewhere after {time.monotonic() - killed:.1f} s")
+        assert time.monotonic() - killed <= 15
+
+
+def units_of(processes: Processes, name: str) -> list[str]:
+    """Labels of the units a node holds; [] while no round is under way or other units than members'."""
+    nodes = [node for node in processes.status().get("nodes", []) if node["name"] == name]
+    return [label for node in nodes for label, _ in node["units"] if label.startswith("member")]

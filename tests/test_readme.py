@@ -6,10 +6,9 @@ import re
 import shlex
 from pathlib import Path
 
-import click
 import pytest
 
-from esnode.cli.main import cli
+from tests import commands as commands_of
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -53,14 +52,7 @@ def commands() -> list[str]:
 @pytest.mark.parametrize("line", commands())
 def test_every_command_shown_is_understood(line: str) -> None:
     """Parsed by the real command line, not run."""
-    words = shlex.split(line)[1:]
-    command: click.Command = cli
-    context = click.Context(cli, info_name="esnode")
-    while isinstance(command, click.Group):
-        found = command.get_command(context, words.pop(0))
-        assert found is not None, line
-        command = found
-    command.make_context("esnode", words)
+    commands_of.check(shlex.split(line)[1:])
 
 
 def test_links_lead_somewhere() -> None:
