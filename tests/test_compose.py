@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from protocol import ledger
+from protocol import keys, ledger
 from tests import test_deploy, test_runbook
-from tests.runs import ROOT, wait_for
+from tests.runs import ROOT, SIGNING_SEED, Processes, make_folder, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -135,3 +135,36 @@ def test_compose_up_from_nothing_to_rounds(place: Path) -> None:
         raise
     finally:
         engine.down()
+
+
+def test_the_coordinator_image_has_no_torch_and_serves(tmp_path: Path) -> None:
+    """The container file's COPY and RUN lines, in a folder instead of an image; a toy node works for it."""
+    source, prefix = tmp_path / "src", tmp_path / "esnode"
+    source.mkdir()
+    for instruction, rest in test_deploy.stages()["build-coordinator"]:
+        if instruction == "COPY":
+            for name in rest.split()[:-1]:
+                copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+                copy(ROOT / name, source / name)
+        elif instruction == "RUN":
+            command = rest.replace("/opt/esnode", str(prefix)).replace("python ", f"{sys.executable} ")
+            done = subprocess.run(
+                command, shell=True, cwd=source, capture_output=True, text=True, check=False
+            )
+            if "No matching distribution" in done.stderr or "Temporary failure" in done.stderr:
+                pytest.skip(f"packages cannot be fetched here: {done.stderr.strip().splitlines()[-1]}")
+            assert done.returncode == 0, done.stderr
+    installed = _quiet([str(prefix / "bin" / "pip"), "list"], tmp_path).stdout.decode()
+    assert "pyzmq" in installed and "torch" not in installed and "transformers" not in installed
+    run, config = tmp_path / "run", tmp_path / "config"
+    make_folder(run, ("n1",), rounds=3)
+    config.mkdir()
+    keys.write_signing(config / "coordinator.key", SIGNING_SEED)
+    words = ["coordinator", "serve", "--data", str(run), "--metrics", "0"]
+    environment = {"PATH": os.environ["PATH"], "ESNODE_CONFIG": str(config)}
+    with Processes(run) as processes, (run / "coordinator.stderr").open("wb") as log:
+        processes.running["coordinator"] = subprocess.Popen(
+            [str(prefix / "bin" / "esnode"), *words], stdout=log, stderr=log, cwd=tmp_path, env=environment
+        )
+        processes.node("n1")
+        processes.wait_end(60)
