@@ -116,7 +116,8 @@ class Net:
 
     def refuse_silently(self, name: str, port: int) -> None:
         """A firewall in front of the coordinator: packets of this node to `port` vanish."""
-        self.within(name, "iptables", "-A", "OUTPUT", "-p", "tcp", "--dport", str(port), "-j", "DROP")
+        for tool in ("iptables", "ip6tables"):
+            self.within(name, tool, "-A", "OUTPUT", "-p", "tcp", "--dport", str(port), "-j", "DROP")
 
     def close(self) -> None:
         """End the relays, delete the namespaces and with them all interfaces and rules."""

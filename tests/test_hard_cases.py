@@ -9,7 +9,7 @@ from pathlib import Path
 
 from protocol import ledger
 from tests import chaos, toy_engine
-from tests.runs import Processes, make_folder, toy_lock, wait_for
+from tests.runs import ROOT, Processes, make_folder, toy_lock, wait_for
 
 ASKS = 1500
 MEMORY = 150 << 20  # bytes, of a coordinator whatever its peers do
@@ -90,3 +90,28 @@ def units_of(processes: Processes, name: str) -> list[str]:
     """Labels of the units a node holds; [] while no round is under way or other units than members'."""
     nodes = [node for node in processes.status().get("nodes", []) if node["name"] == name]
     return [label for node in nodes for label, _ in node["units"] if label.startswith("member")]
+
+
+def test_nodes_whose_clocks_are_a_day_off(tmp_path: Path) -> None:
+    """What decides is the monotonic clock; the time of day is for logs (and invites, see enrolment)."""
+    make_folder(tmp_path, rounds=4)
+    with Processes(tmp_path) as processes:
+        for name, days in (("n1", 1), ("n2", -1)):
+            shifted = tmp_path / f"clock-{name}"
+            shifted.mkdir()
+            (shifted / "sitecustomize.py").write_text(
+                f"import time\nright = time.time\ntime.time = lambda: right() + {days * 86400}\n"
+            )
+            words = ("--run", str(tmp_path), "--name", name, "--threads", "1")
+            loader = ("--loader", "tests.toy_engine:load")
+            processes.start(name, "esnode.daemon", *words, *loader, PYTHONPATH=f"{shifted}:{ROOT}")
+        wait_for(lambda: all("ready" in processes.words(name) for name in ("n1", "n2")))
+        processes.coordinator()
+        processes.wait_end()
+        assert processes.running["n1"].wait(10) == processes.running["n2"].wait(10) == 0
+    path = tmp_path / "run.ledger"
+    lock = ledger.read(path).chain.lock
+    assert chaos.differences(path, toy_engine.ToyWorkshop(lock, "truth")) == []
+    assert len(ledger.read(path).chain.roster) == 2
+    today = time.strftime("%Y-%m-%d", time.localtime())
+    assert not (tmp_path / "logs" / "n1.log").read_text().startswith(today), "its clock was off indeed"

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from protocol import ledger
+from esnode import nodeoptions
+from protocol import invite, ledger
+from protocol.lock import Lock
 from tests import chaos, netns, toy_engine
 from tests.netns import PORT, Site
 from tests.runs import make_folder, wait_for
@@ -116,3 +118,27 @@ def test_a_firewall_that_drops_packets(site: Site) -> None:
     assert site.words("n1").splitlines()[-1].startswith("esnode: nothing answers at tcp://10.77.1.1")
     reached = site.status()["round"]
     wait_for(lambda: site.status()["round"] > reached)
+
+
+def invite_to(site: Site, name: str, lock: Lock, port: int = PORT) -> tuple[str, ...]:
+    """Words of `esnode join` with an invite that names both addresses of the coordinator."""
+    addresses = (site.net.address(name, port), site.net.address(name, port, v6=True))
+    made = invite.Invite(addresses, nodeoptions.pinned_key(site.folder), lock.run_id, b"s" * 32, 1)
+    return ("join", invite.encode(made), "--name", name)
+
+
+def test_join_meets_a_firewall_and_a_closed_port(site: Site) -> None:
+    """One sentence in time that tells the two apart; the invite's address is the only thing tried."""
+    lock = make_folder(site.folder, rounds=10**6)
+    site.serve()
+    wait_for(site.status)
+    site.net.refuse_silently("n1", PORT)
+    data = {"ESNODE_DATA": str(site.folder / "joined"), "NETNS": site.net.space("n1")}
+    for port, words in ((PORT, "no answer at all"), (PORT + 1, "")):
+        began = time.monotonic()
+        process = site.start("n1", "esnode.cli.main", *invite_to(site, "n1", lock, port), **data)
+        assert process.wait(30) == 1
+        took = time.monotonic() - began
+        line = site.words("n1").splitlines()[-1]
+        print(f"{took:.1f} s: {line}")
+        assert line.startswith("esnode: ") and words in line and took < 15  # ten, and Python's start
