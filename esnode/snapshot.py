@@ -30,11 +30,14 @@ MAX_HEADER = 8 * 1024 * 1024 - 4096  # with its message it must fit the wire
 SMALLEST_PART, LARGEST_PART, WANTED_PARTS = 1 << 14, 1 << 22, 256
 _ITEM = {"float32": 4, "bfloat16": 2}
 _MAX_BYTES = 1 << 50
+MAX_DIMENSIONS = 16
 
 _U32 = Annotated[int, msgspec.Meta(ge=0, le=0xFFFFFFFF)]
 _Hash = Annotated[bytes, msgspec.Meta(min_length=HASH, max_length=HASH)]
 _Size = Annotated[int, msgspec.Meta(ge=0, le=_MAX_BYTES)]
-_Array = tuple[str, str, str, tuple[_Size, ...]]
+# Without a limit the product of a million dimensions would keep a processor busy for minutes.
+_Shape = Annotated[tuple[_Size, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
+_Array = tuple[str, str, str, _Shape]
 _DECODER = msgspec.msgpack.Decoder(tuple[_U32, _Hash, _U32, _Hash, int, _U32, tuple[_Array, ...]])
 
 

@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import pytest
 
+from esnode import snapshot
 from protocol import invite, wire
 from protocol.chain import BrokenChain, Chain
 from protocol.entries import MalformedEntry, parse
@@ -48,7 +50,7 @@ class Target:
 def targets() -> Iterator[Target]:
     """Everything a peer's bytes reach."""
     frames = [(wire.encode(message), sender_of(message)) for message in EXAMPLES]
-    for sender in ("node", "coordinator"):
+    for sender in sorted({who for _, who in frames}):
         mine = tuple(frame for frame, who in frames if who == sender)
         yield Target(sender, mine, lambda frame, who=sender: wire.decode(frame, who), wire.MalformedMessage)
     lock = runs.toy_lock()
@@ -57,6 +59,8 @@ def targets() -> Iterator[Target]:
     yield Target("entry", raws, parse, MalformedEntry)
     yield Target("chain", raws, Follower(raws).append, (MalformedEntry, BrokenChain))
     yield Target("lock", (lock.to_bytes(),), lock_from_bytes, LockError)
+    header = snapshot.header_for(lock, 2, chain.tip, 7)
+    yield Target("snapshot", (header.encode(),), snapshot.decode_header, snapshot.SnapshotError)
     text = invite.encode(invite.Invite(("tcp://10.0.0.1:7700", "tcp://[fd77::1]:1"), *[b"k" * 32] * 3, 99))
     yield Target(
         "invite",
@@ -159,3 +163,13 @@ def test_whole_examples_are_accepted() -> None:
         if target.name != "chain":
             for example in target.examples:
                 target.decode(example)
+
+
+def test_a_header_of_a_million_dimensions_takes_no_time() -> None:
+    """Their product would have a million bits: a legal message of a peer kept a node busy for minutes."""
+    rows = (("w", "master", "float32", (2,) * 1_000_000),)
+    frame = msgspec.msgpack.encode((1, b"r" * 32, 1, b"e" * 32, 5, 1 << 14, rows))
+    began = time.perf_counter()
+    with pytest.raises(snapshot.SnapshotError):
+        snapshot.decode_header(frame)
+    assert time.perf_counter() - began < SLOWEST
