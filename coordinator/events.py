@@ -93,8 +93,19 @@ class NodeRevoked(msgspec.Struct, frozen=True):
     reason: str
 
 
+class AmendAsked(msgspec.Struct, frozen=True):
+    """The operator changes settings from a later round on; None leaves one as it is."""
+
+    now: float
+    from_round: int
+    alpha: float | None
+    sigma: float | None
+    members: int | None
+
+
 Event: TypeAlias = (
-    Started
+    AmendAsked
+    | Started
     | Tick
     | Received
     | OpsChanged
@@ -129,6 +140,15 @@ class UnitFailed(msgspec.Struct, frozen=True):
     evaluator: int
     unit: Unit
     reason: str
+
+
+class AmendOrdered(msgspec.Struct, frozen=True):
+    """An order for an amendment. The entry that fulfils it is a record of its own, later."""
+
+    from_round: int
+    alpha: float | None
+    sigma: float | None
+    members: int | None
 
 
 class InviteOpened(msgspec.Struct, frozen=True):
@@ -177,6 +197,7 @@ Record: TypeAlias = (
     | KeyRevoked
     | FaultFound
     | SecretTaken
+    | AmendOrdered
 )
 
 # ---------------------------------------------------------------- effects

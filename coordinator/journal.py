@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from coordinator.events import (
+    AmendOrdered,
     EntryAppended,
     FaultFound,
     InviteOpened,
@@ -38,6 +39,7 @@ _MAX_ROUND = 2**63 - 1  # SQLite integers are signed; the record itself keeps th
 
 _TERM, _ENTRY, _RESULT, _FAILED, _INVITE, _ALLOWED, _REVOKED = range(7)
 _FAULT, _SECRET = 7, 8
+_AMEND = 14
 _SCHEMA = (
     "CREATE TABLE record (seq INTEGER PRIMARY KEY, kind INTEGER NOT NULL, round INTEGER,"
     " crc INTEGER NOT NULL, body BLOB NOT NULL)",
@@ -72,6 +74,8 @@ def encode(record: Record) -> tuple[int, int | None, bytes]:
             return _FAULT, None, pack((key, commits, reason))
         case SecretTaken(secret):
             return _SECRET, None, pack(secret)
+        case AmendOrdered(first, alpha, sigma, members):
+            return _AMEND, None, pack((first, alpha, sigma, members))
 
 
 _TERM_READER = msgspec.msgpack.Decoder(tuple[int, bytes])
@@ -83,6 +87,7 @@ _ALLOWED_READER = msgspec.msgpack.Decoder(tuple[bytes, str, int])
 _REVOKED_READER = msgspec.msgpack.Decoder(tuple[bytes, str])
 _FAULT_READER = msgspec.msgpack.Decoder(tuple[bytes, int, str])
 _SECRET_READER = msgspec.msgpack.Decoder(bytes)
+_AMEND_READER = msgspec.msgpack.Decoder(tuple[int, float | None, float | None, int | None])
 
 
 def decode(kind: int, body: bytes) -> Record:
@@ -105,6 +110,8 @@ def decode(kind: int, body: bytes) -> Record:
         return FaultFound(*_FAULT_READER.decode(body))
     if kind == _SECRET:
         return SecretTaken(_SECRET_READER.decode(body))
+    if kind == _AMEND:
+        return AmendOrdered(*_AMEND_READER.decode(body))
     raise ValueError(f"unknown kind {kind}")
 
 

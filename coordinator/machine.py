@@ -13,8 +13,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from coordinator import disputes, donors, enrolment, membership, roster, rounds, work
+from coordinator import amend, disputes, donors, enrolment, membership, roster, rounds, work
 from coordinator.events import (
+    AmendAsked,
     Effect,
     Event,
     OpsChanged,
@@ -97,6 +98,8 @@ def _handle(turn: Turn, event: Event) -> None:
         donors.announce(turn)
     elif isinstance(event, StopRequested):
         turn.stop(event.reason, 0, f"{STOPPED}: {event.reason}")
+    elif isinstance(event, AmendAsked):
+        amend.on_asked(turn, event)
     else:
         roster.ORDERS[type(event)](turn, event)
 
@@ -151,6 +154,7 @@ def _on_tick(turn: Turn) -> None:
     if turn.over:
         return
     roster.renew(turn)
+    amend.on_tick(turn)
     work.give_up(turn)
     work.close(turn)
     work.assign(turn)

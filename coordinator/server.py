@@ -24,7 +24,7 @@ from typing import Any
 
 import zmq
 
-from coordinator import greeting, machine, reach
+from coordinator import amend, greeting, machine, reach
 from coordinator.admin import Admin
 from coordinator.blobs import Shelf
 from coordinator.events import (
@@ -275,8 +275,19 @@ class Server:
         if request.get("op") == "stop":
             self.request_stop(str(request.get("reason", "stopped by the operator")))
             return {"ok": True}
-        known = "status, stop, invite, nodes, allow and revoke"
+        if request.get("op") == "amend":
+            return self._amend(request)
+        known = "status, stop, invite, nodes, allow, revoke and amend"
         return {"error": f"unknown request {request.get('op')!r}; there are {known}"}
+
+    def _amend(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Journal the operator's change before saying that it will be made."""
+        event, reason = amend.asked(self._state, request)
+        if event is None:
+            return {"error": reason}
+        self._process([event])
+        changes = {name: getattr(event, name) for name in amend.SETTINGS}
+        return {"ok": True, "from_round": event.from_round, **changes}
 
     def close(self) -> None:
         """Let go of everything; queued goodbyes may leave after a clean stop."""

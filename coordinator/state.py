@@ -15,6 +15,7 @@ from coordinator import enrolment, rounds
 from coordinator.claims import Fault, Proof
 from coordinator.enrolment import Guests
 from coordinator.events import (
+    AmendOrdered,
     EntryAppended,
     FaultFound,
     InviteOpened,
@@ -29,7 +30,7 @@ from coordinator.membership import Node
 from coordinator.peers import Peer
 from coordinator.rounds import Round
 from protocol.chain import Chain
-from protocol.entries import CommitBody, Entry, EntryKind, RosterBody, ScoreBody, parse
+from protocol.entries import AmendBody, CommitBody, Entry, EntryKind, RosterBody, ScoreBody, parse
 from protocol.lock import Lock
 from protocol.plan import Ops
 from protocol.shaping import mean_and_std
@@ -81,6 +82,7 @@ class State(msgspec.Struct, frozen=True):
     refusals: tuple[str, ...] = ()  # the last few, in words
     history: tuple[CommitSummary, ...] = ()
     scores: tuple[ScoreBody, ...] = ()
+    orders: tuple[AmendOrdered, ...] = ()  # amendments that are not in the chain yet
     ending: float | None = None  # when END was announced
     stopped: str = ""
 
@@ -117,7 +119,17 @@ def adopt(state: State, entry: Entry) -> State:
         return replace(state, scores=(*state.scores, entry.body), round=replace(state.round, probe=None))
     if isinstance(entry.body, RosterBody):
         return _enrol(state, entry.body)
+    if isinstance(entry.body, AmendBody):
+        return replace(state, orders=_open_orders(state.orders, entry.body))
     return state
+
+
+def _open_orders(orders: tuple[AmendOrdered, ...], done: AmendBody) -> tuple[AmendOrdered, ...]:
+    """The orders without the first one that this entry fulfils (its first round may have had to move)."""
+    for k, order in enumerate(orders):
+        if (order.alpha, order.sigma, order.members) == (done.alpha, done.sigma, done.members):
+            return orders[:k] + orders[k + 1 :]
+    return orders
 
 
 def _enrol(state: State, body: RosterBody) -> State:
@@ -146,6 +158,8 @@ def recall(state: State, record: Record) -> State:
         return blame(state, record)
     if isinstance(record, SecretTaken):
         return replace(state, secret=record.secret)
+    if isinstance(record, AmendOrdered):
+        return replace(state, orders=(*state.orders, record))
     round = state.round
     if round is None:
         return state

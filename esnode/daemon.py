@@ -202,8 +202,8 @@ class Daemon:
         match effect:
             case events.Send(message):
                 self._link.send(message)
-            case events.Evaluate(unit):
-                self._engine.evaluate(unit)
+            case events.Evaluate(unit, sigma):
+                self._engine.evaluate(unit, sigma)
             case events.CancelUnit(unit):
                 self._engine.cancel(unit)
             case events.Apply(entries):

@@ -44,8 +44,12 @@ class Workshop(Protocol):
     def save(self, round: int, entry: bytes, digest: int, done: Callable[[Saved], None]) -> None:
         """Begin to write the master as a snapshot; `done` is called from another thread when it is over."""
 
-    def evaluate(self, unit: Unit, stop: Callable[[], bool], progress: Callable[[int], None]) -> Outcome:
-        """Measure a unit. `progress` takes thousandths; raises the engines' Cancelled after `stop()`.
+    def evaluate(
+        self, unit: Unit, sigma: float, stop: Callable[[], bool], progress: Callable[[int], None]
+    ) -> Outcome:
+        """Measure a unit, a member's with noise of scale `sigma`.
+
+        `progress` takes thousandths; raises the engines' Cancelled after `stop()`.
 
         DamagedMaster, and nothing measured, where the master changed by itself.
         """
@@ -154,10 +158,10 @@ class EngineThread:
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._thread.start()
 
-    def evaluate(self, unit: Unit) -> None:
+    def evaluate(self, unit: Unit, sigma: float) -> None:
         """Start a unit; a `Measured` follows."""
         self._cancelled = None
-        self._commands.put(partial(self._measure, unit))
+        self._commands.put(partial(self._measure, unit, sigma))
 
     def cancel(self, unit: Unit) -> None:
         """End this unit soon; its `Measured` still follows."""
@@ -237,7 +241,7 @@ class EngineThread:
             if report is not None:
                 self._tell(report)
 
-    def _measure(self, unit: Unit) -> Report:
+    def _measure(self, unit: Unit, sigma: float) -> Report:
         from esnode.engines.interface import Cancelled as StoppedEarly  # late: it loads numpy
 
         def stop() -> bool:
@@ -248,7 +252,7 @@ class EngineThread:
 
         tell(0)
         try:
-            return Measured(unit, self._workshop.evaluate(unit, stop, tell), "")
+            return Measured(unit, self._workshop.evaluate(unit, sigma, stop, tell), "")
         except DamagedMaster as error:
             return Wounded(unit, error.tensors)
         except StoppedEarly:

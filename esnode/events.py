@@ -266,9 +266,13 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Evaluate:
-    """Start this unit. The engine is idle and its master stands at the unit's parent."""
+    """Start this unit. The engine is idle and its master stands at the unit's parent.
+
+    `sigma` is the ledger's for that round: the lock's schedule or an amendment. 0 for a probe.
+    """
 
     unit: Unit
+    sigma: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,7 @@ def _on_welcome(turn: Turn, message: Welcome) -> None:
     if message.term > turn.state.term:
         turn.do(StoreTerm(message.term))
     turn.set(term=message.term, joined=True, hello_wait=HELLO_FIRST, wanted=message.height, fetched=None)
+    _resend(turn, after=0.0)  # to a coordinator that restarted before it had them, and waits for them
     catchup.on_welcome(turn)
 
 
@@ -77,13 +78,13 @@ def _on_coord_beat(turn: Turn, message: CoordBeat) -> None:
         turn.set(joined=False)  # its Welcome was lost: the next tick says Hello again
     if turn.state.joined:
         _learn_height(turn, message.height)
-        _resend(turn)
+        _resend(turn, RESEND_AFTER)
 
 
-def _resend(turn: Turn) -> None:
-    """Send results again that are not acknowledged: the result or its Ack was lost."""
+def _resend(turn: Turn, after: float) -> None:
+    """Send results again that are not acknowledged after so long: the result or its Ack was lost."""
     now = turn.state.now
-    due = [sent for sent in turn.state.unacked if now - sent.at >= RESEND_AFTER]
+    due = [sent for sent in turn.state.unacked if now - sent.at >= after]
     for sent in due:
         turn.send(sent.result)
     turn.set(unacked=tuple(Sent(s.result, now) if s in due else s for s in turn.state.unacked))

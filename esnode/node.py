@@ -285,7 +285,8 @@ def _start_next(turn: Turn) -> None:
     for k, work in enumerate(state.queue):
         if work.parent == state.parent and work.unit.round == state.chain.round:
             turn.set(queue=(*state.queue[:k], *state.queue[k + 1 :]), running=Running(work.unit))
-            return turn.do(Evaluate(work.unit))
+            sigma = state.chain.sigma_at(work.unit.round) if work.unit.kind == Kind.MEMBER else 0.0
+            return turn.do(Evaluate(work.unit, sigma))
 
 
 _ON_EVENT: dict[type[Event], Callable[[Turn, Any], None]] = {

@@ -71,13 +71,25 @@ class Worker:
         elif prepared.task.mode == "generate":
             raise ValueError(f"task {prepared.task.name!r} generates answers: it needs a scorer")
 
-    def evaluate(self, unit: Unit, stop: StopCheck = never, progress: Progress | None = None) -> Outcome:
-        """Measure a unit. Raises Cancelled once `stop()` is true. Live weights stay as written."""
+    def evaluate(
+        self,
+        unit: Unit,
+        stop: StopCheck = never,
+        progress: Progress | None = None,
+        *,
+        sigma: float | None = None,
+    ) -> Outcome:
+        """Measure a unit, a member's with noise of scale `sigma`.
+
+        None is the lock's schedule, which a ledger may have amended. Raises Cancelled once `stop()` is true.
+        Live weights stay as written.
+        """
         began = time.perf_counter()
         if unit.kind == Kind.MEMBER:
             run, member, mirrored = self._lock.run_id, unit.member, self._lock.mirrored
             seed = seeds.member_seed(run, unit.round, member, mirrored)
-            self._engine.perturb(seed, self._lock.sigma_at(unit.round), seeds.member_sign(member, mirrored))
+            scale = self._lock.sigma_at(unit.round) if sigma is None else sigma
+            self._engine.perturb(seed, scale, seeds.member_sign(member, mirrored))
         else:
             self._engine.restore()
         weights = time.perf_counter() - began

@@ -85,12 +85,14 @@ class Workshop:
             self._engine.replay(chain, upto)
         return 0, self._engine.digest()
 
-    def evaluate(self, unit: Unit, stop: Callable[[], bool], progress: Callable[[int], None]) -> Outcome:
+    def evaluate(
+        self, unit: Unit, sigma: float, stop: Callable[[], bool], progress: Callable[[int], None]
+    ) -> Outcome:
         """Measure a unit; Cancelled once `stop()` is true, DamagedMaster when a weight changed by itself."""
         damaged = self._engine.damaged()
         if damaged:
             raise DamagedMaster(damaged)
-        return self._worker.evaluate(unit, stop, progress)
+        return self._worker.evaluate(unit, stop, progress, sigma=sigma)
 
     def damaged(self) -> tuple[str, ...]:
         """Tensors whose master has changed by itself since it was written."""

@@ -235,7 +235,7 @@ class Chain:
         elif isinstance(body, RosterBody):
             self._check_roster(body)
         elif isinstance(body, AmendBody):
-            self._check_amend(body)
+            self.check_amend(body)
         elif isinstance(body, ScoreBody):
             self._check_score(body)
 
@@ -300,7 +300,8 @@ class Chain:
         if len(set(keys)) < len(keys) or staying & set(keys):
             raise self._refuse("a node's key is admitted twice")
 
-    def _check_amend(self, body: AmendBody) -> None:
+    def check_amend(self, body: AmendBody) -> None:
+        """BrokenChain with the reason when this amendment may not follow."""
         if body.from_round < self.round:
             raise self._refuse(f"an amendment of round {body.from_round}, which is closed")
         if (body.alpha, body.sigma, body.members, body.trusted) == (None, None, None, ()):
@@ -320,7 +321,11 @@ class Chain:
             raise self._refuse(
                 "a score without prompts, without sums or with more correct answers than prompts"
             )
-        if not all(map(math.isfinite, body.sums)) or math.fsum(body.sums) / body.prompts != body.mean:
+        try:
+            total = math.fsum(body.sums)
+        except (OverflowError, ValueError):  # finite numbers whose sum is none; infinities of both signs
+            raise self._refuse("a score whose sums cannot be added") from None
+        if not math.isfinite(total) or total / body.prompts != body.mean:
             raise self._refuse("a score whose mean is not that of its sums")
         if not self.lock.mean_ok(body.mean):
             raise self._refuse(

@@ -55,7 +55,10 @@ class Step:
 def mean_and_std(rewards: Sequence[float]) -> tuple[float, float]:
     """Mean and population standard deviation by the law: fsum, squares by one multiplication."""
     n = len(rewards)
-    mean = fsum(rewards) / n
+    try:
+        mean = fsum(rewards) / n
+    except OverflowError:  # finite numbers whose sum is none
+        raise ValueError("the rewards are too large to be added") from None
     distances = [r - mean for r in rewards]
     return mean, sqrt(fsum(d * d for d in distances) / n)
 

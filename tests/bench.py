@@ -109,5 +109,5 @@ def working(entries: list[Entry] | None = None) -> Bench:
     bench = Bench()
     bench.join(entries or ledger())
     bench.hear(Assign(unit_of(), bench.state.parent, 15))
-    assert bench.all(Evaluate) == [Evaluate(unit_of())]
+    assert bench.all(Evaluate) == [Evaluate(unit_of(), LOCK.sigma_at(0))]
     return bench

@@ -110,7 +110,7 @@ class Checkers:
         """D and every reward are what an independent replay finds."""
         require(entry.digest == digest_of(before.master), f"round {entry.round}: D is not the replay's")
         for member in body.members:
-            right = self.truth.member_reward(before.master, entry.round, member.index)
+            right = self.truth.member_reward(before.master, entry.round, member.index, body.sigma)
             what = f"round {entry.round}: reward of {member.index} is not the measured one"
             require(member.reward == right, what)
 

@@ -104,8 +104,8 @@ def reward(live: Weights, split: str, prompt: int) -> float:
     return 0.5 + 0.5 * math.tanh(value)
 
 
-def measure(lock: Lock, master: Weights, unit: Unit) -> Outcome:
-    """Evaluate a unit on a master: what an honest node answers, whoever it is."""
+def measure(lock: Lock, master: Weights, unit: Unit, sigma: float | None = None) -> Outcome:
+    """Evaluate a unit on a master: what an honest node answers. `sigma`: None for the lock's."""
     if unit.kind == Kind.PROBE:
         live, split = noise.round_to(master, lock.live_dtype), "heldout"
         prompts = tuple(range(lock.heldout_prompts))
@@ -113,7 +113,8 @@ def measure(lock: Lock, master: Weights, unit: Unit) -> Outcome:
         seed = seeds.member_seed(lock.run_id, unit.round, unit.member, lock.mirrored)
         m = noise.integers(seed, KEY, 0, SIZE)
         sign = seeds.member_sign(unit.member, lock.mirrored)
-        live, split = noise.perturb(master, m, lock.sigma_at(unit.round), sign, lock.live_dtype), "train"
+        scale = lock.sigma_at(unit.round) if sigma is None else sigma
+        live, split = noise.perturb(master, m, scale, sign, lock.live_dtype), "train"
         prompts = _prompts(lock, unit.round)
     sums, correct = [], 0
     for start, count in lock.chunks_of(unit.kind)[unit.first : unit.last + 1]:
@@ -175,10 +176,10 @@ class Truth:
         self.lock = lock
         self.base = base()
 
-    def member_reward(self, master: Weights, round: int, member: int) -> float:
+    def member_reward(self, master: Weights, round: int, member: int, sigma: float) -> float:
         """fsum(chunk sums) / prompts, measured on the true master of the round."""
         unit = Unit(round, Kind.MEMBER, member, 0, self.lock.chunk_count(Kind.MEMBER) - 1)
-        return math.fsum(measure(self.lock, master, unit).sums) / self.lock.per_round
+        return math.fsum(measure(self.lock, master, unit, sigma).sums) / self.lock.per_round
 
     def probe(self, master: Weights, round: int) -> Outcome:
         """The held-out result of the true master after `round` commits."""

@@ -146,8 +146,8 @@ class SimNode(Actor):
             case ne.Send(message):
                 world.checkers.sent(message, None)
                 world.send(self.name, self.key, message)
-            case ne.Evaluate(unit):
-                self._evaluate(unit)
+            case ne.Evaluate(unit, sigma):
+                self._evaluate(unit, sigma)
             case ne.CancelUnit(unit):
                 self.later(0.05, partial(self._cancel, unit, self.job))
             case ne.Apply(entries):
@@ -211,7 +211,7 @@ class SimNode(Actor):
         self.replica = self.derived
         self.step(ne.Mended(self.clock, self.replica.digest))
 
-    def _evaluate(self, unit: Unit) -> None:
+    def _evaluate(self, unit: Unit, sigma: float) -> None:
         self.job += 1
         if self.replica.damaged:
             return self.later(0.01, lambda: self.step(ne.Damaged(self.clock, unit, (NAME,))))
@@ -232,7 +232,7 @@ class SimNode(Actor):
             self.job += 1
             if unit.kind == Kind.MEMBER and unit.member in self.poisoned:
                 return self.step(ne.EvaluationFailed(self.clock, unit, "out of memory"))
-            outcome = measure(lock, master, unit)
+            outcome = measure(lock, master, unit, sigma)
             self.step(ne.Evaluated(self.clock, unit, outcome))
 
         self.later(seconds / 2, halfway)

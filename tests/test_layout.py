@@ -58,6 +58,7 @@ PURE: dict[str, set[str]] = {
     "coordinator/enrolment.py": {"msgspec"},
     "coordinator/claims.py": {"msgspec"},
     "coordinator/disputes.py": {"msgspec"},
+    "coordinator/amend.py": {"msgspec"},
     "coordinator/events.py": {"msgspec"},
     "coordinator/holders.py": set(),
     "coordinator/leases.py": {"msgspec"},

@@ -69,7 +69,7 @@ def test_the_running_unit_ends_before_the_master_goes_back() -> None:
     assert len(bench.all(Rewind)) == 1 and not bench.state.unacked
     bench.step(events.Rewound(bench.now, 2, LOCK.digest, 3))
     assert bench.sent(Applied)[0].height == 2
-    assert bench.all(Evaluate) == [Evaluate(unit_of(0, 1))]
+    assert [effect.unit for effect in bench.all(Evaluate)] == [unit_of(0, 1)]
 
 
 def test_an_apply_on_its_way_counts_for_nothing() -> None:

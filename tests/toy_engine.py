@@ -136,13 +136,15 @@ class ToyWorkshop:
             fresh.view(np.uint8)[first : first + len(data)] = np.frombuffer(data, np.uint8)
         return self._write(fresh)
 
-    def evaluate(self, unit: Unit, stop: Callable[[], bool], progress: Callable[[int], None]) -> ToyOutcome:
+    def evaluate(
+        self, unit: Unit, sigma: float, stop: Callable[[], bool], progress: Callable[[int], None]
+    ) -> ToyOutcome:
         lock = self._lock
         if unit.kind == Kind.MEMBER and unit.member in self._fail:
             raise RuntimeError(f"member {unit.member} never works here")
         self._require_intact()
         self._take_time(stop, progress)
-        live = self._live(unit)
+        live = self._live(unit, sigma)
         sums, scores = [], []
         for start, count in lock.chunks_of(unit.kind)[unit.first : unit.last + 1]:
             prompts = self._prompts(unit)[start : start + count]
@@ -164,14 +166,14 @@ class ToyWorkshop:
             progress(int(1000 * spent / self._seconds))
             time.sleep(STEP_SECONDS)
 
-    def _live(self, unit: Unit) -> np.ndarray:
+    def _live(self, unit: Unit, sigma: float) -> np.ndarray:
         if unit.kind == Kind.PROBE:
             return self._master
         lock = self._lock
         seed = seeds.member_seed(lock.run_id, unit.round, unit.member, lock.mirrored)
         m = noise.integers(seed, self._key, 0, WIDTH)
         sign = seeds.member_sign(unit.member, lock.mirrored)
-        return noise.perturb(self._master, m, lock.sigma_at(unit.round), sign, "float32")
+        return noise.perturb(self._master, m, sigma, sign, "float32")
 
     def _prompts(self, unit: Unit) -> list[int]:
         lock = self._lock

@@ -89,3 +89,27 @@ def lock(file: Path, out: Path, data: Path | None, code: Path | None) -> None:
     with told() as tell:
         resolved = planfile.resolve(file, out, data, tell, code=code)
     click.echo(resolved.run_id.hex())
+
+
+@plan.command(short_help="Change a running run's settings from a later round on.")
+@click.argument("folder", type=click.Path(path_type=Path, file_okay=False), metavar="DIR")
+@click.option("--from-round", "first", type=int, required=True, metavar="R", help="First round it is for.")
+@click.option("--alpha", type=float, metavar="X", help="Step size.")
+@click.option("--sigma", type=float, metavar="X", help="Noise scale; rounded to bf16.")
+@click.option("--members", type=int, metavar="N", help="Population size.")
+def amend(folder: Path, first: int, alpha: float | None, sigma: float | None, members: int | None) -> None:
+    """Change settings of the run in DIR, whose coordinator runs on this machine, from round R on.
+
+    The change is signed into the ledger, so that every node and every replay follows it. The open round and
+    those before it keep what they had.
+
+    \b
+    Example:
+      esnode plan amend runs/mine --alpha 0.0005 --from-round 40
+    """
+    from esnode import admin
+
+    wanted = {"alpha": alpha, "sigma": sigma, "members": members}
+    answer = admin.order(folder, "amend", from_round=first, **wanted)
+    told = ", ".join(f"{name} {answer[name]:g}" for name in wanted if answer[name] is not None)
+    click.echo(f"{told} from round {answer['from_round']} on")
