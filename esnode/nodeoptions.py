@@ -17,6 +17,7 @@ from protocol.errors import UserError
 from protocol.lock import Lock, LockError, lock_from_bytes
 
 FIRST_CONTACT_SECONDS = 60.0  # how long a coordinator may take to appear
+ENGINES = ("transformers", "vllm")
 DEFAULT_LOADER = "esnode.workshop:load"
 
 
@@ -31,6 +32,7 @@ class Options:
     run: Path
     name: str
     threads: int
+    engine: str = "transformers"  # or "vllm"
     backend: str | None = None
     model: str | None = None  # folder, GGUF file or hub id; None: the plan's, or found by the lock's label
     code: Path | None = None  # the folder a `python:` task may load its code from
@@ -51,6 +53,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
     parser.add_argument("--run", type=Path, required=True, help="the run's folder")
     parser.add_argument("--name", required=True, help="this node's name; its files are in RUN/nodes/NAME")
     parser.add_argument("--threads", type=int, default=0, help="threads of the engine; 0 = all cores")
+    parser.add_argument("--engine", choices=ENGINES, default=ENGINES[0], help="what decodes")
     parser.add_argument("--backend", help="kernel implementation: cpu, triton or reference")
     parser.add_argument("--model", help="folder, GGUF file or hub id of the base model; default: the plan's")
     parser.add_argument("--code", type=Path, help="folder a python: task may load its code from")
@@ -67,6 +70,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
         run=found.run,
         name=found.name,
         threads=found.threads or cores(),
+        engine=found.engine,
         backend=found.backend,
         model=found.model,
         code=found.code,

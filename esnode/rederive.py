@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from esnode import manifest
-from esnode.engines.transformers_engine import TransformersEngine
+from esnode.engines.replica_engine import ReplicaEngine
 from esnode.kernels.interface import Kernels, Region
 from esnode.kernels.reference import ReferenceKernels
 from esnode.state import master_of
@@ -31,7 +31,7 @@ class Rederiver:
     """The pieces of one node's master, held against replay. `derive` may run beside anything else."""
 
     def __init__(
-        self, lock: Lock, folder: Path, engine: TransformersEngine, ancestors: Sequence[tuple[Chain, int]]
+        self, lock: Lock, folder: Path, engine: ReplicaEngine, ancestors: Sequence[tuple[Chain, int]]
     ) -> None:
         """`folder` is the base model's, `ancestors` those of a fork (see `ancestry.py`)."""
         self._lock = lock

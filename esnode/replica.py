@@ -160,6 +160,10 @@ class Replica:
         """float32 copy of a tensor's master (or frozen value), full shape."""
         return self.state.read(name)
 
+    def holds(self, name: str) -> bool:
+        """Whether the model has a place for this stored tensor."""
+        return name in self._views
+
     def live(self, name: str) -> torch.Tensor:
         """The live weights of one stored tensor, in its stored shape: the model's own memory."""
         return self._views[name]

@@ -10,7 +10,7 @@ shapes prove nothing. The real weights are written afterwards, by `replica.py`, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +48,32 @@ def build(
     # input (the last positions of each row, before the output head) row by row with a copy of the weight: 8 s
     # against 0.04 s.
     model = _load(folder, specs, probes, dtype).to(device).requires_grad_(True).eval()
+    return model, _map(model, folder, specs, probes, padded=False)
+
+
+def probe(
+    model: nn.Module,
+    folder: Path,
+    specs: Sequence[TensorSpec],
+    load: Callable[[Iterator[tuple[str, torch.Tensor]]], object],
+    dtype: torch.dtype,
+) -> Views:
+    """For each stored tensor its place in a model that another library made, `load` being its own loader.
+
+    The parameters hold the probe afterwards. Elements that no stored tensor fills (padding) must stay zero.
+    SliceError as of `build`.
+    """
+    probes = Probes(specs)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    load(
+        (spec.name, torch.from_numpy(probes.values(spec)).view(spec.shape).to(dtype)) for spec in probes.specs
+    )
+    return _map(model, folder, specs, probes, padded=True)
+
+
+def _map(model: nn.Module, folder: Path, specs: Sequence[TensorSpec], probes: Probes, padded: bool) -> Views:
+    """Every stored tensor's place in a model that holds the probe."""
     targets = _targets(model)
     views = {}
     for spec in probes.specs:
@@ -59,8 +85,8 @@ def build(
     if rest:
         free = {name: target for name, target in targets.items() if target.data_ptr() not in taken}
         views |= _search(rest, free, probes)
-    _complete(folder, specs, views, dict(model.named_parameters()))
-    return model, views
+    _complete(folder, specs, views, dict(model.named_parameters()), padded)
+    return views
 
 
 class Probes:
@@ -224,8 +250,20 @@ def _hits(
             yield spec, int(row)
 
 
+def _zeros(views: Views, parameter: torch.Tensor) -> int:
+    """Zeros among the probe's values in a parameter."""
+    storage = parameter.untyped_storage().data_ptr()
+    return sum(
+        int((view == 0).sum()) for view in views.values() if view.untyped_storage().data_ptr() == storage
+    )
+
+
 def _complete(
-    folder: Path, specs: Sequence[TensorSpec], views: Views, parameters: Mapping[str, torch.Tensor]
+    folder: Path,
+    specs: Sequence[TensorSpec],
+    views: Views,
+    parameters: Mapping[str, torch.Tensor],
+    padded: bool,
 ) -> None:
     """Refuse what is not mapped. Places of different tensors cannot overlap: their values differ."""
     for spec in specs:
@@ -240,7 +278,10 @@ def _complete(
         storage = view.untyped_storage().data_ptr()
         covered[storage] = covered.get(storage, 0) + view.numel()
     for name, parameter in parameters.items():
-        if covered.get(parameter.untyped_storage().data_ptr(), 0) != parameter.numel():
+        filled = covered.get(parameter.untyped_storage().data_ptr(), 0)
+        if padded:  # a probe is nowhere zero by chance for long: what it did not fill is padding
+            filled += max(0, int((parameter == 0).sum()) - _zeros(views, parameter))
+        if filled != parameter.numel():
             raise SliceError(
                 f"the model's parameter {name} is not, or not as a whole, one of the tensors stored in "
                 f"{folder}: the "

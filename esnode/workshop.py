@@ -17,7 +17,7 @@ from esnode import __version__, ancestry, locking, models
 from esnode.checkpoint import Checkpoints, Saved
 from esnode.engines import transformers_engine
 from esnode.engines.interface import MemoryPlan
-from esnode.engines.transformers_engine import TransformersEngine
+from esnode.engines.replica_engine import ReplicaEngine
 from esnode.events import About
 from esnode.kernels import pick, selftest_digest
 from esnode.models import ModelFolder
@@ -42,7 +42,7 @@ class Workshop:
 
     def __init__(
         self,
-        engine: TransformersEngine,
+        engine: ReplicaEngine,
         worker: Worker,
         scorer: Scorer | None,
         about: About,
@@ -143,7 +143,7 @@ def load(options: Options, lock: Lock) -> Workshop:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     kernels = pick(device, options.backend, options.threads)  # the self-test comes before the big allocation
     selftest = selftest_digest(kernels, device)
-    engine = transformers_engine.load(
+    engine = _engine_loader(options.engine)(
         lock,
         model.path,
         threads=options.threads,
@@ -161,6 +161,15 @@ def load(options: Options, lock: Lock) -> Workshop:
     checkpoints = Checkpoints(options.folder, lock, engine)
     rederiver = Rederiver(lock, model.path, engine, ancestors)
     return Workshop(engine, worker, scorer, about, checkpoints, rederiver, ancestors)
+
+
+def _engine_loader(name: str) -> Callable[..., ReplicaEngine]:
+    """The `load` of an engine; vLLM's is imported only when asked for."""
+    if name == "vllm":
+        from esnode.engines import vllm_engine
+
+        return vllm_engine.load
+    return transformers_engine.load
 
 
 def _model(options: Options, lock: Lock, log: logging.Logger) -> ModelFolder:

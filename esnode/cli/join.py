@@ -15,6 +15,9 @@ import click
 )
 @click.option("--name", help="This node's name [default: the machine's].")
 @click.option("--threads", type=click.IntRange(min=1), metavar="T", help="CPU threads [default: all].")
+@click.option(
+    "--engine", type=click.Choice(["transformers", "vllm"]), help="What decodes [default: transformers]."
+)
 @click.option("--gpus", metavar="all|INDEX", help="Work on this CUDA device.")
 @click.option(
     "--task-code",
@@ -29,6 +32,7 @@ def join(
     model: str | None,
     name: str | None,
     threads: int | None,
+    engine: str | None,
     gpus: str | None,
     task_code: Path | None,
     data: Path | None,
@@ -62,6 +66,7 @@ def join(
     )
     ready = joining.prepare(request, _say)
     words = [*ready.words, *(["--threads", str(threads)] if threads else [])]
+    words += ["--engine", engine] if engine else []
     sys.exit(daemon.main([*words, *(["--loader", loader] if loader else [])]))
 
 

@@ -18,6 +18,9 @@ import click
 )
 @click.option("--threads", type=click.IntRange(min=1), metavar="T", help="CPU threads [default: all].")
 @click.option(
+    "--engine", type=click.Choice(["transformers", "vllm"]), help="What decodes [default: transformers]."
+)
+@click.option(
     "--backend", type=click.Choice(["cpu", "triton", "reference"]), help="Kernels [default: the fastest]."
 )
 @click.option(

