@@ -1,0 +1,176 @@
+"""From a plan to a trained model over invites: real processes, a real (tiny) model, folders of their own.
+
+The coordinator's machine and the joiners' share nothing but the loopback: every folder is separate.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from esnode import duty, joined
+from protocol import ledger
+from tests import tiny
+from tests.runs import ROOT, wait_for
+
+PATIENCE = 120.0
+PLAN = """
+[run]
+model = "{model}"
+task = "{task}"
+repeatable = true
+[run.es]
+members = 4
+mirrored = true
+sigma = 0.0078125
+alpha = 0.02
+[ops]
+rounds = {rounds}
+eval_every = 2
+"""
+
+
+class World:
+    """One folder per machine, one log per process."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.model = tiny.write(path / "model")
+        self.running: list[subprocess.Popen[str]] = []
+
+    def start(self, machine: str, *words: str) -> subprocess.Popen[str]:
+        place = self.path / machine
+        place.mkdir(exist_ok=True)
+        surroundings = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "NUMBA_NUM_THREADS": "1",
+            "ESNODE_CONFIG": str(place / "config"),
+            "ESNODE_DATA": str(place / "data"),
+            "PYTHONPATH": str(ROOT),
+        }
+        log = (place / "log").open("a")
+        command = [sys.executable, "-m", "esnode.cli.main", *words]
+        process = subprocess.Popen(
+            command, cwd=place, env=surroundings, stdout=log, stderr=subprocess.STDOUT, text=True
+        )
+        log.close()
+        self.running.append(process)
+        return process
+
+    def done(self, machine: str, *words: str, code: int = 0) -> str:
+        process = self.start(machine, *words)
+        assert process.wait(PATIENCE) == code, self.log(machine)
+        return self.log(machine)
+
+    def log(self, machine: str) -> str:
+        return (self.path / machine / "log").read_text()
+
+    def serve(self, name: str, task: str, rounds: int, *words: str) -> subprocess.Popen[str]:
+        """Start a coordinator and wait until it listens."""
+        plan = self.path / f"{name}.toml"
+        plan.write_text(PLAN.format(model=self.model, task=task, rounds=rounds))
+        process = self.start(name, "coordinator", "serve", str(plan), "--data", "run", *words)
+        address = self.path / name / "run" / "coordinator" / "address"
+        wait_for(lambda: address.exists() or process.poll() is not None, PATIENCE)
+        assert process.poll() is None, self.log(name)
+        return process
+
+    def invite(self, name: str) -> str:
+        made = subprocess.run(
+            [sys.executable, "-m", "esnode.cli.main", "invite", "run"],
+            cwd=self.path / name, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, text=True,
+            capture_output=True, timeout=60,
+        )  # fmt: skip
+        return made.stdout.strip()
+
+    def round(self, name: str) -> int:
+        path = self.path / name / "run" / "run.ledger"
+        return ledger.read(path).chain.round if path.exists() else 0
+
+    def close(self) -> None:
+        for process in self.running:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    made = World(tmp_path)
+    yield made
+    made.close()
+
+
+def pairs(path: Path) -> str:
+    lines = [{"prompt": f"say {k}", "target": f"{k}{k}"} for k in range(10)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return f"likelihood:{path}"
+
+
+def test_two_machines_join_by_invite_and_the_ledger_verifies(world: World) -> None:
+    coordinator = world.serve("c", pairs(world.path / "pairs.jsonl"), 40)
+    began = time.monotonic()
+    a = world.start("a", "join", world.invite("c"), "--name", "a", "--threads", "1")
+    # b names the model: on its machine the run's name for it means nothing
+    named = ("--name", "b", "--threads", "1", "--model", str(world.model))
+    b = world.start("b", "join", world.invite("c"), *named)
+    units = world.path / "c" / "run" / "units.jsonl"
+    wait_for(lambda: units.exists() and units.read_text(), PATIENCE)
+    print(f"first unit {time.monotonic() - began:.1f} s after the first command (contended)")
+    wait_for(lambda: "ready in" in world.log("b"), PATIENCE)
+    # b is paused and a leaves: the run stands still until a, its task data altered, comes back uninvited
+    assert "paused" in world.done("b", "pause")
+    a.send_signal(signal.SIGTERM)
+    assert a.wait(10) == 0, world.log("a")
+    wait_for(lambda: "pause: reason paused by its owner" in world.log("b"), 10)
+    before = world.round("c")
+    folder = joined.find(None, world.path / "a" / "data")
+    (folder / "task.jsonl").write_text("{}\n")
+    again = world.start("a", "join", "--threads", "1")
+    wait_for(lambda: world.round("c") > before, PATIENCE)
+    assert duty.switch(world.path / "b" / "data", False)  # as `esnode resume` does
+    assert coordinator.wait(PATIENCE) == 0, world.log("c")
+    assert again.wait(20) == 0, world.log("a")
+    assert b.wait(20) == 0, world.log("b")
+    whole = world.path / "c" / "run" / "run.ledger"
+    shown = world.done("v", "verify", str(whole), "--base", str(world.model))
+    assert "40 of 40 rounds" in shown and "all equal" in shown
+    reading = ledger.read(whole)
+    assert reading.ended and {name for _, name in reading.chain.roster.values()} == {"a", "b"}
+    for machine in ("a", "b"):
+        place = joined.find(None, world.path / machine / "data")
+        kept = (place / "nodes" / machine / "node.ledger").read_bytes()
+        assert kept == whole.read_bytes()
+
+
+def test_python_task_asks_for_its_code(world: World) -> None:
+    code = world.path / "own"
+    code.mkdir()
+    (code / "mine.py").write_text(
+        'def items(): return [{"prompt": str(k)} for k in range(8)], [{"prompt": "9"}]\n'
+        "def score(item, text): return len(text) % 7 / 7\nMAX_NEW_TOKENS = 4\n"
+    )
+    coordinator = world.serve("c", "python:mine.py", 1, "--code", str(code))
+    invite = world.invite("c")
+    told = world.done("a", "join", invite, "--name", "a", "--threads", "1", code=1)
+    assert "which never travels: get mine.py (SHA-256" in told and "--task-code FILE" in told
+    words = ("join", "--threads", "1", "--task-code", str(code / "mine.py"))
+    assert world.start("a", *words).wait(PATIENCE) == 0, world.log("a")
+    assert coordinator.wait(20) == 0, world.log("c")
+
+
+def test_another_model_is_refused(world: World) -> None:
+    world.serve("c", pairs(world.path / "pairs.jsonl"), 1)
+    for k, other in enumerate((tiny.write(world.path / "x", seed=1), tiny.write(world.path / "y", "qwen2"))):
+        told = world.done(f"n{k}", "join", world.invite("c"), "--model", str(other), code=1)
+        assert ("other values than" if k == 0 else "is not the base model") in told, told
+        assert "Traceback" not in told
