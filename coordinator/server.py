@@ -34,6 +34,7 @@ from coordinator.events import (
     OpsChanged,
     Persist,
     Received,
+    RelayOpened,
     Send,
     Started,
     Stop,
@@ -45,6 +46,8 @@ from coordinator.gate import BindError, Gate
 from coordinator.journal import Journal, entries_of
 from coordinator.orders import Orders
 from coordinator.outputs import Outputs
+from coordinator.relay import read_status
+from coordinator.relaychild import RelayChild, relay_bind
 from coordinator.scrape import Scrape
 from coordinator.setup import Setup, publish_address, usual_address
 from protocol import logfile
@@ -74,11 +77,12 @@ class Server:
         *,
         scrape: Scrape | None = None,
         advertise: Sequence[str] = (),
+        relay: str = "",
     ) -> None:
         """Recall the journal and listen.
 
         `scrape`: the port for Prometheus, closed by `close`; `advertise`: addresses for invites, see
-        `reach.advertised`.
+        `reach.advertised`; `relay`: where the relay shall listen, "" for none.
         """
         self._setup = setup
         self._scrape = scrape
@@ -103,6 +107,7 @@ class Server:
         self._poller = zmq.Poller()
         for socket in (*self._gate.sockets, self._admin.socket):
             self._poller.register(socket, zmq.POLLIN)
+        self._relay = RelayChild(setup.folder, "" if plain else relay, log)
         self._unit_bytes: dict[tuple[bytes, Unit], int] = {}
         self._sizes: dict[int, int] = {}
         self._reported: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
@@ -176,6 +181,8 @@ class Server:
 
     def _ticked(self, now: float) -> list[Event]:
         events: list[Event] = [Tick(now, time.time())]
+        if self._relay.look(now):
+            events.append(RelayOpened(now, self._relay.port))
         ops = self._setup.changed_ops(self._log)
         if ops is not None:
             events.append(OpsChanged(now, ops))
@@ -263,6 +270,7 @@ class Server:
             "uptime": round(time.monotonic() - self._born, 1),
             "wire": self._gate.counts.as_dict(),
             "places": {key.hex(): self._gate.place(key) for key in self._state.nodes},
+            "relay": read_status(self._setup.folder) if self._relay.port else None,
         }
 
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -293,6 +301,7 @@ class Server:
         """Let go of everything; queued goodbyes may leave after a clean stop."""
         if self._scrape is not None:
             self._scrape.close()
+        self._relay.close()
         self._admin.close()
         self._gate.close(farewell=self._stopped is not None)
         self._context.term()
@@ -330,6 +339,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--invites", type=int, default=0, help="how many invites to print when listening")
     parser.add_argument("--plain", action="store_true", help="no encryption: tests on loopback only")
+    parser.add_argument(
+        "--relay",
+        metavar="tcp://HOST:PORT",
+        help="where nodes that cannot dial each other exchange snapshots; off: nowhere; "
+        "default: any port of --bind's host, unless that is loopback",
+    )
     parser.add_argument("--metrics", metavar="[HOST:]PORT", help="serve numbers for Prometheus there")
     options = parser.parse_args(arguments)
     log: logging.Logger | None = None
@@ -354,7 +369,15 @@ def _serve(setup: Setup, options: argparse.Namespace, log: logging.Logger) -> in
     scrape = Scrape(options.metrics) if options.metrics else None
     if scrape is not None:
         log.info("metrics at http://%s/metrics", scrape.address)
-    server = Server(setup, options.bind, options.plain, log, scrape=scrape, advertise=options.advertise)
+    server = Server(
+        setup,
+        options.bind,
+        options.plain,
+        log,
+        scrape=scrape,
+        advertise=options.advertise,
+        relay=relay_bind(options.relay, options.bind),
+    )
 
     def stop(number: int, _frame: Any) -> None:
         signal.signal(number, lambda *_: os._exit(EXIT_INTERRUPTED))  # the journal survives anything

@@ -138,7 +138,7 @@ def _on_snapshots(turn: Turn, message: Snapshots) -> None:
 
 def batch(state: State, behind: int) -> int:
     """How many of the commits that are behind may be applied now."""
-    if state.catch is not None and state.catch.way == "snapshot":
+    if state.catch is not None and (state.catch.way == "snapshot" or _forced(state)):
         return 0
     if behind <= FEW_ROUNDS:
         return behind
@@ -147,13 +147,19 @@ def batch(state: State, behind: int) -> int:
     return max(FIRST_ROUNDS, min(FUSED, int(BATCH_SECONDS / state.pace)))
 
 
+def _forced(state: State) -> bool:
+    """The owner wants a snapshot, whatever the numbers say."""
+    return state.about.catch_up == "snapshot"
+
+
 def consider(turn: Turn) -> None:
     """Ask for donors when replaying what is left would take long. Called after every event."""
     state = turn.state
     behind = state.chain.round - state.rounds
     if not state.joined or state.leaving or state.rewind or state.wanted > state.chain.height:
         return
-    if not state.pace or behind * state.pace < WORTH_SECONDS or state.now < state.catch_later:
+    worth = behind > 0 if _forced(state) else bool(state.pace) and behind * state.pace >= WORTH_SECONDS
+    if not worth or state.now < state.catch_later or state.about.catch_up == "replay":
         return
     if state.catch is None or (not state.catch.root and state.now - state.catch.asked > ASK_AGAIN):
         turn.set(catch=Catch(state.now))
@@ -188,10 +194,10 @@ def _on_fetching(turn: Turn, event: Fetching) -> None:
         f"snapshot of round {catch.round}, {size / 1e6:.0f} MB at {event.rate / 1e6:.1f} MB/s, and "
         f"{max(state.chain.round - catch.round, 0)} rounds after it {by_snapshot:.0f} s"
     )
-    if not catch.way and by_snapshot < CLEARLY * by_replay:
+    if not catch.way and (by_snapshot < CLEARLY * by_replay or _forced(state)):
         turn.set(catch=replace(catch, way="snapshot"))
         _tell(turn, "snapshot", words)
-    elif by_snapshot > (REPENT if catch.way else CLEARLY) * by_replay:
+    elif not _forced(state) and by_snapshot > (REPENT if catch.way else CLEARLY) * by_replay:
         turn.do(StopFetch())
         _settle(turn, "replay", words)
 

@@ -8,6 +8,7 @@ sentence on stderr, 70 a bug, 130 a second Ctrl-C.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import logging
 import os
@@ -26,7 +27,7 @@ if __name__ == "__main__":  # the imports below take a second or two
 
 import zmq
 
-from esnode import checkpoint, departure, events, joined, node, nodeoptions, reports
+from esnode import checkpoint, departure, events, joined, node, nodeoptions, peers, reports, snapshotevents
 from esnode.duty import Duty
 from esnode.enginethread import Broken, EngineThread, Workshop
 from esnode.link import Link, State
@@ -73,6 +74,7 @@ class Daemon:
         self._stopped: tuple[str, int] | None = None
         self._told = ""
         self._next_look = 0.0
+        self._peers: peers.Peers | None = None
 
     def request_leave(self, reason: str) -> None:
         """Ask the loop to leave cleanly; safe in a signal handler."""
@@ -104,7 +106,10 @@ class Daemon:
         try:
             if not self._first_contact():
                 return 0
-            self._state = node.new(self._lock, workshop.about)
+            options = self._options
+            self._peers, dial = peers.open_peers(options, self._link.address, self._log)
+            about = dataclasses.replace(workshop.about, addresses=dial, catch_up=options.catch_up)
+            self._state = node.new(self._lock, about)
             raws = self._notebook.raws
             height, digest = self._resume(workshop, raws)
             kept = checkpoint.kept(self._options.folder, self._lock)
@@ -182,6 +187,7 @@ class Daemon:
         if self._link.connections != before:
             self._reconnected(now)
         self._hear_engine(now)
+        self._hear_peers(now)
         if self._leave is not None and self._leave_by == float("inf"):
             self._leave_by = now + LEAVE_SECONDS
             self._step(events.Leave(now, self._leave))
@@ -218,7 +224,13 @@ class Daemon:
                 self._engine.read()
             case events.Prove(entries, pieces):
                 self._engine.prove(entries, pieces)
-            case events.Save(round, entry, digest):
+            case snapshotevents.FetchSnapshot():
+                if self._peers is not None:
+                    self._peers.fetch(effect)
+            case snapshotevents.StopFetch():
+                if self._peers is not None:
+                    self._peers.stop_fetch()
+            case snapshotevents.Save(round, entry, digest):
                 self._engine.save(round, entry, digest)
             case events.Store(first, raws):
                 self._notebook.store(first, raws)
@@ -247,6 +259,12 @@ class Daemon:
                     "changing the weights failed; the log has the details. Start the node again"
                 )
             self._step(reports.event_of(now, report))
+
+    def _hear_peers(self, now: float) -> None:
+        if self._peers is not None:
+            self._peers.relay(self._link.address, self._state.relay)
+            for event in self._peers.events(now):
+                self._step(event)
 
     def _reconnected(self, now: float) -> None:
         """A new connection is unknown over there until Hello: tell the core so without a round trip."""
@@ -287,6 +305,8 @@ class Daemon:
     def _close(self, workshop: Workshop) -> None:
         clean = self._stopped is not None and self._stopped[1] == 0
         self._link.close(farewell=clean)
+        if self._peers is not None:
+            self._peers.close()
         self.stuck = not self._engine.close(wait=2.0 if clean else 0.5)
         workshop.close()
         self._notebook.close()

@@ -42,6 +42,7 @@ class About:
     fingerprint: bytes  # 8 bytes over everything that may change an answer
     versions: str = ""  # of esnode and what computes here, for people
     addresses: tuple[str, ...] = ()  # where its peer socket listens; none: it serves nobody
+    catch_up: str = "auto"  # the way its owner wants, "replay" or "snapshot"; else the quicker one
 
 
 class Outcome(Protocol):

@@ -40,6 +40,9 @@ class Options:
     plain: bool = False
     loader: str = DEFAULT_LOADER
     wait: float = FIRST_CONTACT_SECONDS
+    peer_port: int | None = None  # of the peer socket, 0: any; None: only a joined machine has one
+    peer_mbit: float = 0.0  # what donating may take; 0: the policy's limit
+    catch_up: str = "auto"  # or "replay", "snapshot"
 
     @property
     def folder(self) -> Path:
@@ -63,6 +66,9 @@ def parse(arguments: Sequence[str] | None) -> Options:
     parser.add_argument(
         "--wait", type=float, default=FIRST_CONTACT_SECONDS, help="seconds for the first contact"
     )
+    parser.add_argument("--peer-port", type=int, help="port that serves snapshots to other nodes; 0: any")
+    parser.add_argument("--peer-mbit", type=float, default=0.0, help="limit of serving; 0: the policy's")
+    parser.add_argument("--catch-up", choices=("auto", "replay", "snapshot"), default="auto")
     found = parser.parse_args(arguments)
     if not found.name or "/" in found.name or found.name.startswith("."):
         parser.error(f"--name {found.name!r} is no file name")
@@ -78,6 +84,9 @@ def parse(arguments: Sequence[str] | None) -> Options:
         plain=found.plain,
         loader=found.loader,
         wait=found.wait,
+        peer_port=found.peer_port,
+        peer_mbit=found.peer_mbit,
+        catch_up=found.catch_up,
     )
 
 

@@ -5,7 +5,7 @@ Called by `daemon.py`. Says nothing of a broken engine: that is for the shell, w
 
 from __future__ import annotations
 
-from esnode import events
+from esnode import events, snapshotevents
 from esnode.checkpoint import Saved
 from esnode.enginethread import (
     Derived,
@@ -35,7 +35,7 @@ def event_of(now: float, report: Report) -> events.Event:
         case Derived(pieces, held, derived):
             return events.Proved(now, pieces, held, derived)
         case Saved(round, entry, root, size, reason, ms):
-            return events.Saved(now, round, entry, root, size, reason, ms)
+            return snapshotevents.Saved(now, round, entry, root, size, reason, ms)
     assert isinstance(report, Measured)
     if report.outcome is not None:
         return events.Evaluated(now, report.unit, report.outcome)

@@ -166,6 +166,19 @@ def manifest_of(header: bytes, hashes: Sequence[bytes], root: bytes) -> Manifest
     return found
 
 
+def parse_head(data: bytes, root: bytes) -> Manifest:
+    """The manifest of a file's bytes before the arrays, checked against a root. SnapshotError if not."""
+    length = int.from_bytes(data[8:12], "little")
+    if data[:8] != MAGIC or not 12 <= 12 + length <= len(data):
+        raise SnapshotError("this is no head of a snapshot")
+    table = data[12 + length :]
+    hashes = [table[k : k + HASH] for k in range(0, len(table) - HASH, HASH)]
+    manifest = manifest_of(data[12 : 12 + length], hashes, root)
+    if manifest.head != data:
+        raise SnapshotError("the head of a snapshot is not in canonical form")
+    return manifest
+
+
 def file_name(round: int) -> str:
     """How the snapshot of a round is called in its folder."""
     return f"round-{round:010d}{SUFFIX}"

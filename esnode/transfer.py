@@ -17,6 +17,7 @@ SMALLEST_WINDOW, LARGEST_WINDOW = 1 << 19, 1 << 24
 WINDOW_SECONDS = 1.0  # of a donor's measured rate are in flight
 MEASURE_EVERY = 0.25  # seconds between measurements of a donor's rate
 STALL_SECONDS = 6.0  # a donor that was asked and sends nothing for this long is given up
+RETRY_SECONDS = 5.0  # before a donor that was lost is asked again
 PATIENCE = 30.0  # without any open donor the transfer fails
 NEW, OPEN, GONE, BANNED = "new", "open", "gone", "banned"
 
@@ -45,6 +46,7 @@ class Source:
     sent: int = 0  # bytes that came from it
     rate: float = 0.0  # bytes per second
     mark: tuple[float, int] = (0.0, 0)  # when the rate was measured, and `sent` then
+    lost: float = float("-inf")  # when it was lost, last
 
     @property
     def flying(self) -> int:
@@ -115,6 +117,15 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
+class Banned:
+    """A donor sent what cannot be of this snapshot: it is not asked again."""
+
+    now: float
+    key: bytes
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Began:
     """The head is here and checked against the root. `have`: bit k set when part k lies on the disk."""
 
@@ -149,7 +160,7 @@ class Tick:
     now: float
 
 
-Event: TypeAlias = Opened | Lost | Began | Came | Checked | Tick
+Event: TypeAlias = Opened | Lost | Banned | Began | Came | Checked | Tick
 
 # ---------------------------------------------------------------- actions
 
@@ -211,6 +222,8 @@ def step(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
         turn.opened(event)
     elif isinstance(event, Lost):
         turn.lose(event.key, event.reason)
+    elif isinstance(event, Banned):
+        turn.lose(event.key, event.reason, BANNED)
     elif isinstance(event, Began):
         turn.began(event)
     elif isinstance(event, Came):
@@ -248,8 +261,8 @@ class _Turn:
 
     def opened(self, event: Opened) -> None:
         source = self.state.sources.get(event.key)
-        if source is not None and source.status in (NEW, GONE):
-            now = self.state.now
+        now = self.state.now
+        if source is not None and source.status in (NEW, GONE) and now - source.lost >= RETRY_SECONDS:
             fresh = Source(source.key, OPEN, event.way, event.reason, heard=now, sent=source.sent)
             self.put(replace(fresh, mark=(now, source.sent)))
 
@@ -259,7 +272,7 @@ class _Turn:
             return
         for job in source.jobs:
             self.actions.append(Drop(key, job.part))
-        self.put(replace(source, status=status, reason=reason, jobs=(), rate=0.0))
+        self.put(replace(source, status=status, reason=reason, jobs=(), rate=0.0, lost=self.state.now))
         wanted = [job.part for job in source.jobs if not self._wanted_elsewhere(job.part)]
         self.set(back=(*self.state.back, *wanted), asked_head=None)
 
@@ -312,7 +325,8 @@ class _Turn:
         if any(source.status == OPEN for source in state.sources.values()):
             self.set(alone=now)
         elif now - state.alone > PATIENCE or all(s.status == BANNED for s in state.sources.values()):
-            self.finish("no donor can be reached: " + "; ".join(sorted(_reasons(state))))
+            why = {source.reason or "no answer" for source in state.sources.values()}
+            self.finish("no donor can be reached: " + "; ".join(sorted(why)))
 
     def _measure(self, source: Source) -> None:
         now, (since, before) = self.state.now, source.mark
@@ -384,7 +398,3 @@ class _Turn:
         if not single:
             return None
         return max(single, key=lambda job: job.size - job.got).part
-
-
-def _reasons(state: State) -> set[str]:
-    return {source.reason or "no answer" for source in state.sources.values()} or {"there is none"}

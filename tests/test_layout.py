@@ -41,6 +41,7 @@ STDLIB_PURE = {
 PURE: dict[str, set[str]] = {
     "protocol/chain.py": set(),
     "protocol/entries.py": {"msgspec", "nacl"},
+    "protocol/envelope.py": set(),
     "protocol/errors.py": set(),
     "protocol/fields.py": set(),
     "protocol/invite.py": set(),
@@ -69,6 +70,7 @@ PURE: dict[str, set[str]] = {
     "coordinator/donors.py": {"msgspec"},
     "coordinator/peers.py": {"msgspec"},
     "coordinator/picture.py": {"msgspec"},
+    "coordinator/relayrules.py": set(),
     "coordinator/roster.py": {"msgspec"},
     "coordinator/row.py": set(),
     "coordinator/rounds.py": {"msgspec"},

@@ -1,0 +1,209 @@
+"""Snapshots between real processes: donors, relay, receiver; kills, cuts, poison, strangers."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import zmq
+
+from coordinator import relay
+from coordinator.relayrules import SMALL_AT_ONCE, Accounts
+from esnode import snapshot
+from protocol import envelope, keys, wire
+from protocol.entries import RosterBody, parse, seal
+from protocol.keys import curve_public
+from protocol.ledger import LedgerFile
+from protocol.messages import Entries, Fetch
+from protocol.peers import HeadAsk, PartAsk, Sorry
+from protocol.rolls import Rolls
+from tests.donors import Exchange
+from tests.runs import SIGNING_SEED, wait_for
+
+
+def test_three_donors_one_poisoned_and_one_killed(tmp_path: Path) -> None:
+    with Exchange(tmp_path) as exchange:
+        exchange.keep("a", "b", "c")
+        exchange.spoil("b")
+        for name in "abc":
+            exchange.donor(name, rate=400_000)
+        child = exchange.receive("abc")
+        wait_for(lambda: exchange.draft().exists(), 20, exchange.words("receiver"))
+        time.sleep(1.0)
+        exchange.children["c"].process.kill()
+        assert exchange.wait(child) == ""
+        assert exchange.equal() and not exchange.draft().exists()
+        (spoiled,) = child.said("poisoned")
+        assert spoiled[0] == exchange.keys["b"].hex() and "hash" in spoiled[2]
+        assert {way for _, way, _ in child.said("reached")} == {"direct"}
+        assert child.said("fetching"), "the rate was told"
+
+
+def test_a_cut_transfer_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    with Exchange(tmp_path) as exchange:
+        exchange.keep("a")
+        exchange.donor("a", rate=1_000_000)
+        child = exchange.receive("a")
+        wait_for(lambda: child.said("fetching") and child.said("fetching")[-1][0] > 500_000, 20)
+        child.process.kill()
+        child.process.wait()
+        again = exchange.receive("a")
+        assert exchange.wait(again) == "" and exchange.equal()
+        words = again.said("fetched")[0][2]
+        assert "were here already" in words, words
+
+
+def test_two_that_cannot_dial_each_other_use_the_relay(tmp_path: Path) -> None:
+    with Exchange(tmp_path, size=1_000_000) as exchange:
+        exchange.keep("a", "b")
+        exchange.start_relay()
+        for name in "ab":
+            exchange.donor(name)
+            exchange.children[name].tell(dict(zip(("relay", "key"), exchange.relay.values(), strict=True)))
+        exchange.addresses = {"a": ("tcp://127.0.0.1:9",)}  # nothing listens there; b has no address at all
+        child = exchange.receive("ab")
+        assert exchange.wait(child) == "" and exchange.equal()
+        ways = {key: (way, why) for key, way, why in child.said("reached")}
+        assert ways[exchange.keys["a"].hex()] == ("relay", "nothing answers at tcp://127.0.0.1:9")
+        assert ways[exchange.keys["b"].hex()] == ("relay", "it has no address")
+        shown = wait_for(lambda: relay.read_status(tmp_path))
+        time.sleep(1.2)
+        shown = relay.read_status(tmp_path)
+        assert shown is not None
+        meters = shown["peers"]
+        assert sum(meters[exchange.keys[name].hex()]["sent"] for name in "ab") > 1_000_000
+        assert meters[exchange.keys["j"].hex()]["got"] > 1_000_000
+        assert not any(meter["dropped"].get("more than its reader granted") for meter in meters.values())
+
+
+def test_nobody_there_is_said_in_words(tmp_path: Path) -> None:
+    with Exchange(tmp_path, size=50_000) as exchange:
+        exchange.keep("a")
+        exchange.addresses = {"a": ("tcp://127.0.0.1:9",)}
+        child = exchange.receive("a")
+        reached = wait_for(lambda: child.said("reached"), 20)
+        assert reached[0][1:] == ["none", "nothing answers at tcp://127.0.0.1:9; there is no relay"]
+        why = exchange.wait(child, 60)
+        assert why.startswith("no donor can be reached")
+
+
+def test_no_room_and_a_donor_without_the_file(tmp_path: Path) -> None:
+    with Exchange(tmp_path, size=50_000) as exchange:
+        exchange.keep("a")
+        exchange.donor("a")
+        child = exchange.receive("a", spare=1 << 60)
+        assert "do not fit on the disk" in exchange.wait(child)
+
+
+# ---------------------------------------------------------------- who gets an answer
+
+
+def dealer(context: zmq.Context, address: str, server: bytes, secret: bytes) -> zmq.Socket:
+    made = context.socket(zmq.DEALER)
+    made.linger = 0
+    made.setsockopt(zmq.CURVE_SERVERKEY, server)
+    made.setsockopt(zmq.CURVE_SECRETKEY, secret)
+    made.setsockopt(zmq.CURVE_PUBLICKEY, curve_public(secret))
+    made.connect(address)
+    return made
+
+
+def ask(made: zmq.Socket, body: bytes, wait: int = 1500) -> bytes | None:
+    made.send(body)
+    return made.recv() if made.poll(wait) else None
+
+
+def test_only_the_roster_is_served_and_the_ledger_comes_from_any_peer(tmp_path: Path) -> None:
+    context = zmq.Context()
+    with Exchange(tmp_path, size=50_000) as exchange:
+        exchange.keep("a")
+        exchange.donor("a")
+        address, server = exchange.addresses["a"][0], exchange.keys["a"]
+        friend = dealer(context, address, server, exchange.secrets["j"])
+        answer = ask(friend, wire.encode(Fetch(0, 10)), 5000)
+        assert answer is not None
+        entries = wire.decode(answer, "peer")
+        assert isinstance(entries, Entries) and list(entries.entries) == exchange.entries
+        sorry = ask(friend, wire.encode(HeadAsk(b"?" * 32, 0)))
+        assert sorry is not None and isinstance(wire.decode(sorry, "peer"), Sorry)
+        for nonsense in (PartAsk(exchange.root, 99, 0, 10), PartAsk(exchange.root, 0, 10**6, 10)):
+            sorry = ask(friend, wire.encode(nonsense))
+            assert sorry is not None and isinstance(wire.decode(sorry, "peer"), Sorry)
+        assert ask(friend, b"\x93nonsense", 300) is None
+        stranger = dealer(context, address, server, bytes(range(32)))
+        assert ask(stranger, wire.encode(Fetch(0, 10)), 1000) is None
+        last = parse(exchange.entries[-1])
+        out = seal(
+            RosterBody(revoked=(exchange.names.index("j"),)), parent=last.hash, term=1, nonce=bytes(8),
+            round=0, digest=exchange.lock.digest, key=SIGNING_SEED,
+        )  # fmt: skip
+        with LedgerFile(exchange.node("a") / "node.ledger") as ledger:
+            ledger.append(out.raw)
+        time.sleep(0.8)
+        assert ask(friend, wire.encode(Fetch(0, 10)), 1000) is None, "revoked, on its open connection too"
+        friend.close(0)
+        stranger.close(0)
+    context.destroy(0)
+
+
+def test_the_relay_holds_to_credit_and_roster(tmp_path: Path) -> None:
+    context = zmq.Context()
+    with Exchange(tmp_path) as exchange:
+        exchange.start_relay()
+        assert exchange.relay is not None
+        server = bytes.fromhex(exchange.relay["key"])
+        a, j = (dealer(context, exchange.relay["address"], server, exchange.secrets[name]) for name in "aj")
+        for one, name in ((a, "a"), (j, "j")):
+            one.send(envelope.close(exchange.keys[name], 0, b""))
+        time.sleep(0.5)
+        big = bytes(envelope.FREE + 1)
+        refused = ask(a, envelope.close(exchange.keys["j"], 0, big), 3000)
+        assert refused is not None
+        assert envelope.open_frame(refused)[1:] == (envelope.NO_WAY, b"more than its reader granted")
+        j.send(envelope.close(exchange.keys["a"], len(big), b"please"))
+        assert a.poll(3000) and envelope.open_frame(a.recv())[2] == b"please"
+        a.send(envelope.close(exchange.keys["j"], 0, big))
+        assert j.poll(3000) and envelope.open_frame(j.recv()) == (exchange.keys["a"], 0, big)
+        assert ask(a, envelope.close(exchange.keys["j"], 0, big)) is not None, "the credit is spent"
+        away = ask(a, envelope.close(exchange.keys["b"], 0, b"hello"))
+        assert away is not None and b"not connected" in away
+        stranger = dealer(context, exchange.relay["address"], server, bytes(range(32)))
+        assert ask(stranger, envelope.close(exchange.keys["j"], 0, b"x"), 1000) is None
+        assert not j.poll(200)
+        a.send_multipart([b"two", b"parts"])
+        a.send(bytes(10))
+        time.sleep(1.5)
+        shown = relay.read_status(tmp_path)
+        assert shown is not None and shown["strangers"] >= 1
+        assert shown["peers"][exchange.keys["a"].hex()]["dropped"]["malformed"] == 2
+        for one in (a, j, stranger):
+            one.close(0)
+    context.destroy(0)
+
+
+def test_small_frames_are_bounded_too() -> None:
+    accounts = Accounts()
+    sent = [accounts.admit(b"a", b"b", 0, 10, 5.0) for _ in range(int(SMALL_AT_ONCE) + 50)]
+    assert sent.count("") == SMALL_AT_ONCE and sent[-1] == "too many small frames"
+    assert accounts.admit(b"a", b"b", 0, 10, 6.0) == ""
+    assert json.loads(json.dumps(accounts.meter(b"a").as_dict()))["dropped"] == {"too many small frames": 50}
+
+
+def test_a_ledger_that_changes_under_its_reader(tmp_path: Path) -> None:
+    exchange = Exchange(tmp_path)
+    path = exchange.node("a") / "node.ledger"
+    rolls = Rolls(path, always=[b"!" * 32])
+    assert rolls.keys == {*exchange.keys.values(), b"!" * 32}
+    assert rolls.entries(0, 9, 1) == tuple(exchange.entries[:1])
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-5])  # a dead branch was left, or an entry is half written
+    rolls._looked = 0.0
+    assert rolls.keys == {b"!" * 32}
+    path.write_bytes(whole)
+    rolls._looked = 0.0
+    assert len(rolls.keys) == 5 and rolls.entries(1, 9, 10**6) == tuple(exchange.entries[1:])
+    path.unlink()
+    rolls._looked = 0.0
+    assert rolls.keys == {b"!" * 32} and rolls.entries(0, 9, 99) == ()
+    assert keys.KEY_BYTES == snapshot.HASH
