@@ -19,6 +19,7 @@ class Counts:
 
     bytes_in: Counter[str] = field(default_factory=Counter)
     bytes_out: Counter[str] = field(default_factory=Counter)
+    connections: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
     refused: dict[str, Counter[str]] = field(default_factory=dict)
     strangers: dict[str, int] = field(default_factory=dict)
@@ -43,6 +44,7 @@ class Counts:
         """JSON-able, for status."""
         return {
             "bytes": {"in": dict(self.bytes_in), "out": dict(self.bytes_out)},
+            "connections": dict(self.connections),
             "dropped": dict(self.dropped),
             "refused": {peer: dict(reasons) for peer, reasons in self.refused.items()},
             "strangers": dict(self.strangers),

@@ -20,7 +20,7 @@ from coordinator import sockets
 from coordinator.counts import Counts
 from coordinator.enrolment import Guests
 from coordinator.holders import Holders
-from coordinator.limits import NEWCOMER, NODE, Limits
+from coordinator.limits import GREETER, NEWCOMER, NODE, Limits
 from protocol import wire, zmtp
 from protocol.errors import UserError
 from protocol.keys import KEY_BYTES
@@ -65,6 +65,7 @@ class Gate:
         self._holders = Holders(self._send_to)
         self._newcomers: dict[bytes, bytes] = {}  # permanent key -> connection that asked to enrol it
         self._limits = {True: Limits(NODE), False: Limits(NEWCOMER)}
+        self._hellos = Limits(GREETER)
         self._now = 0.0
         self._last: tuple[Message, bytes] | None = None
         self._shared: zmq.Frame | None = None  # the body of `_last` when it is large: one copy for all peers
@@ -72,7 +73,7 @@ class Gate:
         self._zap.linger = 0
         self._zap.bind("inproc://zeromq.zap.01")
         self._router = sockets.router(context, secret)
-        self._monitor = self._router.get_monitor_socket(sockets.HANDSHAKE_FAILURES)
+        self._monitor = self._router.get_monitor_socket(sockets.WATCHED)
 
     def admit(self, guests: Guests) -> None:
         """Use another list from now on. A key taken off it is unheard from the next frame on."""
@@ -166,9 +167,10 @@ class Gate:
         size = zmtp.wire_size(len(body), self._encrypted)
         try:
             message = wire.decode(body, "node")
-        except wire.MalformedMessage:
+        except wire.MalformedMessage as error:
             self.counts.bytes_in["malformed"] += size
-            self.counts.refuse(name, "malformed")
+            oversized = isinstance(error, wire.OversizedMessage)
+            self.counts.refuse(name, "oversized" if oversized else "malformed")
             return None
         self.counts.bytes_in[type(message).__name__] += size
         if not self._may_say(peer, name, route, message, frames):
@@ -210,6 +212,9 @@ class Gate:
             self._send_to(route, self.blobs(message))
             return False
         if isinstance(message, Hello):
+            if self._hellos.spend(peer, 0, self._now):
+                self.counts.refuse(name, "too many Hellos")
+                return False
             return self._on_hello(peer, name, route, _origin(frames))
         if self._holders.route(peer) != route:
             self.counts.refuse(name, "before Hello")  # usual after a reconnect
@@ -292,9 +297,14 @@ class Gate:
     def _read_monitor(self) -> None:
         while self._monitor.poll(0):
             event = parse_monitor_message(self._monitor.recv_multipart())
-            reason = sockets.handshake_failure(event["event"], event["value"])
-            if reason:
-                self.counts.refuse(UNKNOWN, reason)
+            if event["event"] == zmq.Event.ACCEPTED:
+                self.counts.connections["accepted"] += 1
+            elif event["event"] == zmq.Event.DISCONNECTED:  # among them those that sent a frame too large
+                self.counts.connections["ended"] += 1
+            else:
+                reason = sockets.handshake_failure(event["event"], event["value"])
+                if reason:
+                    self.counts.refuse(UNKNOWN, reason)
 
 
 def _origin(frames: list[zmq.Frame]) -> str:

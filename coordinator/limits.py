@@ -26,8 +26,11 @@ class Rate(NamedTuple):
 # 1,000 nodes are 20 each; one fast node that is given many small units may reach some hundred. The largest
 # message a node may send is 8 MB of ledger entries.
 NODE = Rate(2_000, 8_000, 8e6, 64e6)
+# A Hello that is refused is logged and kept in words, so it has a rate of its own; a node that finds no rest
+# says it every second or two.
+GREETER = Rate(2, 30, 1, 1)
 # Behind an invite there is one question, repeated every few seconds; one invite may be for many machines.
-NEWCOMER = Rate(20, 200, 20e3, 200e3)
+NEWCOMER = Rate(5, 200, 5e3, 200e3)
 
 
 class Limits:

@@ -16,8 +16,10 @@ from protocol.keys import curve_public
 from protocol.messages import SCHEMA
 
 MAX_BODY = max(rule.limit for rule in SCHEMA if rule.sender != "coordinator")
-HANDSHAKE_FAILURES = (
-    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
+WATCHED = (
+    zmq.Event.ACCEPTED
+    | zmq.Event.DISCONNECTED
+    | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
     | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
     | zmq.Event.HANDSHAKE_FAILED_AUTH
 )
@@ -58,7 +60,7 @@ def why_not_bound(address: str, error: zmq.ZMQError) -> str:
 
 
 def handshake_failure(event: int, value: int) -> str | None:
-    """A short reason for one of `HANDSHAKE_FAILURES`, or None when it is counted where it was decided."""
+    """A short reason for a failed handshake, or None when it is counted where it was decided."""
     if event == zmq.Event.HANDSHAKE_FAILED_AUTH:
         return None  # counted where it was decided
     if value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:

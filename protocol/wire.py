@@ -56,6 +56,10 @@ class MalformedMessage(Exception):
     """Why a frame was refused, in words for the log. Its sender is at fault, or runs another version."""
 
 
+class OversizedMessage(MalformedMessage):
+    """A frame larger than its row of the schema table allows; nothing of it was parsed."""
+
+
 def encode(message: Message) -> bytes:
     """One frame. ValueError when the message breaks its own rules: nothing unreadable is ever sent.
 
@@ -141,7 +145,7 @@ def _rule(frame: bytes, sender: str) -> Rule:
     if rule.sender not in ("any", sender):
         raise MalformedMessage(f"{rule.type.__name__} does not come from a {sender}")
     if len(frame) > rule.limit:
-        raise MalformedMessage(f"{rule.type.__name__} of {len(frame)} bytes, the limit is {rule.limit}")
+        raise OversizedMessage(f"{rule.type.__name__} of {len(frame)} bytes, the limit is {rule.limit}")
     return rule
 
 
