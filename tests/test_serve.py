@@ -304,6 +304,7 @@ def test_a_lock_of_somebody_else(place: Place) -> None:
     lock.write_bytes(toy_lock(trusted=("ab" * 32,)).to_bytes())
     sentence = place.refused("coordinator", "serve", str(lock), "--data", str(place.run), "--rounds", "5")
     assert "does not trust this user's signing key" in sentence
+    assert place.esnode("coordinator", "key").strip() in sentence
 
 
 def test_plain_text_only_on_loopback(toy: Place) -> None:

@@ -1,4 +1,4 @@
-"""The command that serves a run to other machines: coordinator serve."""
+"""The commands of the machine that serves a run to others: coordinator serve, key."""
 
 from __future__ import annotations
 
@@ -12,7 +12,22 @@ def coordinator() -> None:
     """Serve a run to nodes on other machines. `esnode run` does all of this by itself on one machine."""
 
 
-@coordinator.command()
+@coordinator.command(short_help="Print this user's public signing key.")
+def key() -> None:
+    """Print the public half of the key that this user's coordinators sign ledgers with; made at first use.
+
+    A plan names it in `trusted` when the lock is made on one machine and served on another.
+
+    \b
+    Example:
+      esnode coordinator key
+    """
+    from esnode import begin
+
+    click.echo(begin.own_key())
+
+
+@coordinator.command(short_help="Serve a run until its last round.")
 @click.argument("plan", required=False, type=click.Path(path_type=Path, dir_okay=False))
 @click.option(
     "--data", type=click.Path(path_type=Path, file_okay=False), required=True, help="The run's folder."
