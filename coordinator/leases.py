@@ -1,20 +1,21 @@
 """Who evaluates what next: fresh work, and what an idle node can take over at the tail of a round.
 
-Pure. Both decisions return what to do and why. Members go out whole while there are enough of them; where the
-plan makes results independent of batching (`repeatable`) the tail is split by chunk, otherwise a member stays
-one unit, so that a resumed run finds the same rewards. A probe moves no weights: it goes out in even shares.
-Called by `machine.py`.
+Pure. Both decisions return what to do and why. Members go out whole while there are enough of them; when
+nodes outnumber members each takes the same chunks of every one. Where the plan makes results independent of
+batching (`repeatable`) the tail is split by chunk too, by speed; otherwise a member stays one unit, so that a
+resumed run finds the same rewards. A probe moves no weights: it goes out in even shares. Called by `work.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 from msgspec.structs import replace
 
 from coordinator.membership import SUSPECT_AFTER, Lease, Node, median_pace
-from coordinator.rounds import Cells, Round
+from coordinator.rounds import NOBODY, Cells, Round
 from protocol.lock import Lock
 from protocol.messages import Kind, Unit
 
@@ -34,31 +35,114 @@ class Rescue(msgspec.Struct, frozen=True):
     keep: Unit | None = None
 
 
+class Pool(msgspec.Struct, frozen=True):
+    """Who shares the work, as of the last look at everybody."""
+
+    ready: int  # nodes that may take units
+    speed: float = 0.0  # chunks a second of them all; 0 while that of one is not known
+    round: int = -1  # of the columns
+    columns: Mapping[int, tuple[int, int]] = {}  # roster number -> its chunks of every member
+
+    def column(self, round: Round, node: Node) -> tuple[int, int] | None:
+        """The node's chunks of every member; None where members go out whole, or it came later."""
+        if self.round != round.number or node.number is None:
+            return None
+        return self.columns.get(node.number)
+
+
 def next_unit(
-    round: Round, lock: Lock, node: Node, ready: int, others: Sequence[int]
+    round: Round, lock: Lock, node: Node, pool: Pool, others: Sequence[int], room: int | None = None
 ) -> tuple[Unit | None, str]:
-    """Work nobody holds yet. `ready`: nodes that may take units; `others`: roster numbers of all alive."""
+    """Work nobody holds yet. `others`: roster numbers of all alive; `room`: chunks it may still take."""
     probe = round.probe
     if probe and probe.free and not _spared(probe, node, others):
-        first, last = _free_run(probe, -(-len(probe.sums) // max(ready, 1)))
-        return Unit(round.number, Kind.PROBE, 0, first, last), "held-out prompts, an even share"
+        found = _free_run(probe, -(-len(probe.sums) // max(pool.ready, 1)))
+        assert found is not None
+        return Unit(round.number, Kind.PROBE, 0, *found), "held-out prompts, an even share"
     if not round.free:
         return None, "every chunk is in or in work"
-    width = _width(round, lock, ready)
+    width, reason = _width(round, lock, node, pool)
+    if room is not None and room < width:
+        if room < 1 or not lock.repeatable:
+            return None, "it has the plan's share of this round"
+        width, reason = room, "what is left of the plan's share"
+    column = pool.column(round, node)
+    if column is not None:
+        unit = _first_free(round, node, others, width, *column)
+        if unit is not None:
+            return unit, "its slice of every member"
+        reason = "its own slice is done everywhere, it helps with others"
+    unit = _first_free(round, node, others, width, 0, lock.chunk_count(Kind.MEMBER) - 1)
+    return unit, reason if unit else "what is left failed here and waits for another node"
+
+
+def _first_free(
+    round: Round, node: Node, others: Sequence[int], width: int, low: int, high: int
+) -> Unit | None:
+    """The first free chunks between `low` and `high` of any member that is not spared this node."""
     for member in range(round.cursor, len(round.members)):
         cells = round.members[member]
         if cells.free and not _spared(cells, node, others):
-            first, last = _free_run(cells, width)
-            return Unit(round.number, Kind.MEMBER, member, first, last), "fresh member"
-    return None, "what is left failed here and waits for another node"
+            found = _free_run(cells, width, low, high)
+            if found is not None:
+                return Unit(round.number, Kind.MEMBER, member, *found)
+    return None
 
 
-def _width(round: Round, lock: Lock, ready: int) -> int:
-    """Chunks of a fresh unit: all of a member, or an even share of what is left where that is less."""
+def _width(round: Round, lock: Lock, node: Node, pool: Pool) -> tuple[int, str]:
+    """Chunks of a fresh unit and why: a whole member, or this node's share of the rest where that is less.
+
+    The share is by speed, so that nobody begins a long unit just before the others are done. Where batches
+    change answers a member is only split when there are more nodes than members.
+    """
     whole = lock.chunk_count(Kind.MEMBER)
-    if not lock.repeatable:
-        return whole
-    return max(1, min(whole, -(-round.free // max(ready, 1))))
+    columns = pool.columns if pool.round == round.number else {}
+    if columns:
+        low, high = pool.column(round, node) or next(iter(columns.values()))
+        whole = high - low + 1
+    elif not lock.repeatable:
+        return whole, "a whole member"
+    share = 1 / (node.pace * pool.speed) if node.pace and pool.speed else 1 / max(pool.ready, 1)
+    width = max(1, min(whole, math.ceil(round.free * share - 1e-9)))
+    if width < whole:
+        return width, f"its share by speed of the {round.free} chunks that are left"
+    return width, "a slice of a member" if columns else "a whole member"
+
+
+def columns(nodes: Sequence[Node], chunks: int) -> dict[int, tuple[int, int]]:
+    """Which chunks of every member each node takes when members are split, by roster number.
+
+    The same for every member, so that what one node's engine does differently moves all rewards alike. With
+    at least as many nodes as chunks they take turns; otherwise widths go by speed.
+    """
+    numbers = [node.number for node in nodes if node.number is not None]
+    if len(numbers) >= chunks:
+        return {number: (k % chunks, k % chunks) for k, number in enumerate(numbers)}
+    usual = median_pace(list(nodes)) or 1.0
+    speeds = [1 / (node.pace or usual) for node in nodes if node.number is not None]
+    spare, total = chunks - len(numbers), sum(speeds)
+    found: dict[int, tuple[int, int]] = {}
+    first, ahead = 0, 0.0
+    for number, speed in zip(numbers, speeds, strict=True):
+        ahead += spare * speed / total
+        last = max(first, int(ahead + 0.5) + len(found))
+        found[number] = (first, last)
+        first = last + 1
+    return found
+
+
+def speed_of(nodes: Sequence[Node]) -> float:
+    """Chunks a second of all nodes together; 0 while nobody has finished a unit."""
+    usual = median_pace(list(nodes))
+    return sum(1 / (node.pace or usual) for node in nodes) if usual else 0.0
+
+
+def held(round: Round, node: Node) -> int:
+    """Chunks of the open round's members that this node has measured or holds."""
+    number = NOBODY - 1 if node.number is None else node.number
+    done = sum(cells.evaluators.count(number) for cells in round.members)
+    leased = (lease.unit for lease in node.leases if lease.unit.kind == Kind.MEMBER)
+    return done + sum(_chunks(unit) for unit in leased)
 
 
 def _spared(cells: Cells, node: Node, others: Sequence[int]) -> bool:
@@ -66,14 +150,16 @@ def _spared(cells: Cells, node: Node, others: Sequence[int]) -> bool:
     return node.number in cells.failures and any(number not in cells.failures for number in others)
 
 
-def _free_run(cells: Cells, width: int) -> tuple[int, int]:
-    """The first run of free chunks, at most `width` long."""
-    free = [s is None and not n for s, n in zip(cells.sums, cells.leases, strict=True)]
-    first = free.index(True)
-    last = first
+def _free_run(cells: Cells, width: int, low: int = 0, high: int | None = None) -> tuple[int, int] | None:
+    """The first run of free chunks between `low` and `high`, at most `width` long."""
+    end = len(cells.sums) if high is None else high + 1
+    free = [s is None and not n for s, n in zip(cells.sums[low:end], cells.leases[low:end], strict=True)]
+    if True not in free:
+        return None
+    first = last = free.index(True)
     while last + 1 < len(free) and free[last + 1] and last + 1 - first < width:
         last += 1
-    return first, last
+    return low + first, low + last
 
 
 # ---------------------------------------------------------------- the tail

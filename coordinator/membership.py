@@ -18,7 +18,7 @@ RESEND_AFTER = 3.0  # an Assign the node's beats do not confirm is sent again
 STALL_FACTOR = 5.0  # a unit may stand still for this many usual units
 PACE_WEIGHT = 0.3  # of the newest unit in a node's average
 
-READY, SUSPECT, LOST, NEW, BEHIND, STALLED, LEFT = (
+READY, SUSPECT, LOST, NEW, BEHIND, STALLED, LEFT, QUARANTINED = (
     "ready",
     "suspect",
     "lost",
@@ -26,6 +26,7 @@ READY, SUSPECT, LOST, NEW, BEHIND, STALLED, LEFT = (
     "catching up",
     "stalled",
     "left",
+    "quarantined",
 )
 
 
@@ -70,6 +71,8 @@ class Node(msgspec.Struct, frozen=True):
     stalled: tuple[Unit, int] | None = None  # the unit that stood still, at this progress
     left: str = ""  # the reason it gave for leaving
     tally: Tally = Tally()
+    why: str = ""  # the last decision about its work
+    quarantined: str = ""  # why its results are not trusted
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -162,6 +165,8 @@ def standing(node: Node, round: int, now: float) -> tuple[str, str]:
         if node.applied < 0:
             return BEHIND, f"it has not rebuilt its replica of round {round} yet"
         return BEHIND, f"its replica is at round {node.applied}, the run at {round}"
+    if node.quarantined:
+        return QUARANTINED, node.quarantined
     if node.stalled:
         return STALLED, f"member {node.stalled[0].member} stands still at {node.stalled[1] / 10:.0f}%"
     return READY, f"at round {node.applied}"

@@ -44,6 +44,7 @@ def status(state: State) -> dict[str, Any]:
         "snapshots": donors.picture(state),
         "counters": dict(sorted(state.counters.items())),
         "refusals": list(state.refusals),
+        "decisions": [[_seconds(state.now - at), words] for at, words in state.decisions],
         "guests": enrolment.picture(state.guests, state.wall),
     }
 
@@ -65,7 +66,11 @@ def _state(state: State) -> tuple[str, str]:
         return "running", "the held-out probe is not in yet"
     if state.round.final:
         return "running", "waits for the digest of the final state"
-    return "running", rounds.closing(state.round, state.lock, state.ops)[1]
+    return "running", rounds.closing(state.round, state.lock, state.ops, state.now)[1]
+
+
+def _seconds(value: float) -> float:
+    return round(value, 1)
 
 
 def _probe(state: State) -> dict[str, Any] | None:
@@ -91,11 +96,12 @@ def _node(state: State, node: Node) -> dict[str, Any]:
         "tip": node.tip.hex(),
         "round": node.applied,
         "units": [[label(lease.unit), lease.progress] for lease in node.leases],
+        "why": node.why,
         "seconds_per_chunk": node.pace,
         "applied_ms": node.ms,
         "faults": fault.count if fault else 0,
         "fault": fault.reason if fault else "",
-        "silent": round(state.now - node.heard, 1),
+        "silent": _seconds(state.now - node.heard),
         **asdict(node.tally),
     }
 

@@ -25,6 +25,7 @@ NOBODY = -1
 FAILURES_TO_VOID = 3
 NODES_TO_VOID = 2
 MIN_MEMBERS = 2
+GRACE = 0.25  # of the time the quorum took: how long the rest of a round is waited for
 
 
 class Cells(msgspec.Struct, frozen=True):
@@ -66,6 +67,7 @@ class Round(msgspec.Struct, frozen=True):
     unsettled: int  # members that are neither complete nor void
     free: int  # member chunks that are missing and that nobody works on
     cursor: int = 0  # no member below it has free chunks
+    quorum: float | None = None  # when the plan's quorum was in
 
     @property
     def final(self) -> bool:
@@ -300,25 +302,41 @@ def _problem(lock: Lock, round: Round, result: Result) -> str:
 # ---------------------------------------------------------------- closing
 
 
-def closing(round: Round, lock: Lock, ops: Ops) -> tuple[Closing | None, str]:
-    """Whether the round may be committed now, and why (not). The probe is the caller's business."""
-    total = len(round.members)
+def closing(round: Round, lock: Lock, ops: Ops, now: float) -> tuple[Closing | None, str]:
+    """Whether the round may be committed now, and why (not). The probe is the caller's business.
+
+    With a quorum of 1 nothing but completeness closes a round. Below 1 the members that are missing when the
+    quorum is in have a while, by what the others needed, before they are left out.
+    """
     if not round.unsettled:
         counted = tuple(k for k, cells in enumerate(round.members) if not cells.void)
         voids = tuple((k, cells.void) for k, cells in enumerate(round.members) if cells.void)
         return Closing(counted, voids, COMPLETE), "every member is in" + f", {len(voids)} void" * bool(voids)
+    ready, reason = quorum_is_in(round, lock, ops)
+    if not ready:
+        return None, reason
+    since = now if round.quorum is None else round.quorum
+    left = since + GRACE * (since - round.opened) - now
+    if left > 0:
+        return None, f"{reason}; the other {round.unsettled} have {left:.0f} s more"
+    why = f"left out by the quorum of {ops.quorum:g}"
+    out = tuple((k, cells.void or why) for k, cells in enumerate(round.members) if k not in ready)
+    return Closing(tuple(sorted(ready)), out, QUORUM), f"{reason}, {len(out)} are left out"
+
+
+def quorum_is_in(round: Round, lock: Lock, ops: Ops) -> tuple[set[int], str]:
+    """The members that may close the round before it is complete, empty while they are too few, and why."""
+    total = len(round.members)
     need = max(math.ceil(ops.quorum * total), MIN_MEMBERS)
     waiting = f"{total - round.unsettled} of {total} members are in"
     if ops.quorum >= 1 or total - round.unsettled < need:
-        return None, waiting
-    ready = [cells.complete and not cells.void for cells in round.members]
+        return set(), waiting
+    ready = {k for k, cells in enumerate(round.members) if cells.complete and not cells.void}
     if lock.mirrored:
-        ready = [ready[k] and ready[k ^ 1] for k in range(total)]
-    if sum(ready) < need:
-        return None, f"{waiting}, {sum(ready)} of them in whole pairs, the quorum is {need}"
-    reason = f"left out by the quorum of {ops.quorum:g}"
-    left = tuple((k, round.members[k].void or reason) for k in range(total) if not ready[k])
-    return Closing(tuple(k for k in range(total) if ready[k]), left, QUORUM), f"the quorum of {need} is in"
+        ready = {k for k in ready if k ^ 1 in ready}
+    if len(ready) < need:
+        return set(), f"{waiting}, {len(ready)} of them in whole pairs, the quorum is {need}"
+    return ready, f"the quorum of {need} is in"
 
 
 def commit_body(chain: Chain, round: Round, close: Closing) -> CommitBody:

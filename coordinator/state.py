@@ -26,6 +26,7 @@ from coordinator.events import (
     SecretTaken,
     TermTaken,
 )
+from coordinator.leases import Pool
 from coordinator.membership import Node
 from coordinator.peers import Peer
 from coordinator.rounds import Round
@@ -72,7 +73,8 @@ class State(msgspec.Struct, frozen=True):
     secret: bytes = b""  # decides what is checked
     nodes: Mapping[bytes, Node] = msgspec.field(default_factory=dict)
     numbers: Mapping[bytes, int] = msgspec.field(default_factory=dict)  # CURVE key -> roster number
-    ready: int = 0  # nodes that may take units, as of the last tick or membership event
+    pool: Pool = Pool(0)  # who shares the work, as of the last tick or membership event
+    decisions: tuple[tuple[float, str], ...] = ()  # the last few about nodes and units: when, and in words
     alive: tuple[int, ...] = ()  # roster numbers of the nodes that are there at all, likewise
     looked: float = float("-inf")  # when idle nodes last looked for something to take over
     peers: Mapping[bytes, Peer] = msgspec.field(default_factory=dict)  # CURVE key -> as a peer of others

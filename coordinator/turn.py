@@ -16,6 +16,7 @@ from coordinator import membership, rounds
 from coordinator.claims import Proof
 from coordinator.enrolment import Guests
 from coordinator.events import Effect, EntryAppended, Note, Persist, Record, Send, Stop
+from coordinator.leases import Pool
 from coordinator.membership import LOST_AFTER, Lease, Node, alive
 from coordinator.rounds import Round
 from coordinator.state import State, adopt
@@ -27,6 +28,8 @@ from protocol.plan import Ops
 
 LEASE_SECONDS = int(LOST_AFTER)
 KEPT_REFUSALS = 20
+KEPT_DECISIONS = 30
+DECISIONS = frozenset({"membership", "lease", "failed", "void", "conflict", "quorum", "amend"})
 
 
 class Turn:
@@ -106,8 +109,8 @@ class Turn:
         return self._state.term
 
     @property
-    def ready(self) -> int:
-        return self._state.ready
+    def pool(self) -> Pool:
+        return self._state.pool
 
     @property
     def looked(self) -> float:
@@ -178,6 +181,11 @@ class Turn:
 
     def note(self, topic: str, /, **fields: Any) -> None:
         self.effects.append(Note(topic, fields))
+        if topic in DECISIONS:
+            said = [f"{fields[name]}" for name in ("node", "what") if name in fields]
+            said += [f"{name} {fields[name]}" for name in ("round", "member") if name in fields]
+            words = f"{topic}: {' '.join(said)}" + f" ({fields['reason']})" * ("reason" in fields)
+            self.set(decisions=(*self._state.decisions, (self.now, words))[-KEPT_DECISIONS:])
 
     def count(self, what: str, refusal: str = "", times: int = 1) -> None:
         """One more (or `times`) of `what` in status; a refusal is also kept in words."""
@@ -241,10 +249,10 @@ class Turn:
 
     # ------------------------------------------------------------ leases
 
-    def give(self, key: bytes, unit: Unit) -> None:
+    def give(self, key: bytes, unit: Unit, why: str) -> None:
         """Lease a unit to a node and tell it."""
         node, now = self.nodes[key], self.now
-        self.set_node(replace(node, leases=(*node.leases, Lease(unit, now, now, now))))
+        self.set_node(replace(node, leases=(*node.leases, Lease(unit, now, now, now)), why=why))
         self.round = rounds.lease(self.round, unit, 1)
         self.send(key, Assign(unit, self.round.parent[:8], LEASE_SECONDS))
 

@@ -7,19 +7,21 @@ and `leases.py`; here they are carried out. Called by `machine.py`.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable
 
 from msgspec.structs import replace
 
 from coordinator import disputes, donors, leases, membership, rounds
 from coordinator.events import ResultAccepted, UnitFailed
-from coordinator.leases import Rescue
-from coordinator.membership import READY, Lease
+from coordinator.leases import Pool, Rescue
+from coordinator.membership import READY, Lease, Node
 from coordinator.state import measure
 from coordinator.turn import Turn
-from protocol.entries import EndBody
-from protocol.messages import Ack, Assign, Cancel, Failed, Result, Unit
+from protocol.entries import QUORUM, EndBody
+from protocol.messages import Ack, Assign, Cancel, Failed, Kind, Result, Unit
 
+FEW = 3  # ready nodes from which on the plan's share of a round is a limit
 QUEUE = 2  # units a node holds: one running, one waiting
 RESCUES = 16  # idle nodes that take something over per look: bounds the work of one step
 LOOK_SECONDS = 2e-4  # per node of the pool, from one look at everybody's work to the next
@@ -177,20 +179,27 @@ def close(turn: Turn) -> None:
         elif round.unsettled and turn.ops.quorum >= 1:
             return
         else:
-            closing, reason = rounds.closing(round, turn.lock, turn.ops)
-            if closing is None:
+            closing, reason = _closing(turn)
+            if closing is None or turn.stopped or turn.signable is None:
                 return
-            if len(closing.members) < rounds.MIN_MEMBERS:
-                why = closing.voids[0][1] if closing.voids else reason
-                turn.stop(
-                    f"round {round.number} has {len(closing.members)} members that could be evaluated: {why}",
-                    1,
-                )
-                return
-            if turn.signable is None:
-                return
+            if closing.code == QUORUM:
+                turn.note("quorum", round=round.number, reason=reason)
             body = rounds.commit_body(turn.chain, round, closing)
             turn.append(dataclasses.replace(body, snapshot=donors.due(turn.state)))
+
+
+def _closing(turn: Turn) -> tuple[rounds.Closing | None, str]:
+    """How the open round may close now and why (not). One with too few members stops the run."""
+    round = turn.round
+    if round.unsettled and round.quorum is None and rounds.quorum_is_in(round, turn.lock, turn.ops)[0]:
+        turn.round = round = replace(round, quorum=turn.now)
+    closing, reason = rounds.closing(round, turn.lock, turn.ops, turn.now)
+    if closing is not None and len(closing.members) < rounds.MIN_MEMBERS:
+        why = closing.voids[0][1] if closing.voids else reason
+        turn.stop(
+            f"round {round.number} has {len(closing.members)} members that could be evaluated: {why}", 1
+        )
+    return closing, reason
 
 
 # ---------------------------------------------------------------- handing out
@@ -204,11 +213,10 @@ def assign(turn: Turn, keys: Iterable[bytes] | None = None) -> None:
     if len(chosen) > 1:
         chosen.sort(key=lambda key: turn.nodes[key].number or 0)
     if keys is None:
-        turn.set(ready=len(chosen))
+        turn.set(pool=_look_at_pool(turn, [turn.nodes[key] for key in chosen]))
+    hungry = chosen
     for depth in range(1, QUEUE + 1):
-        for key in chosen:
-            if len(turn.nodes[key].leases) < depth:
-                _give_next(turn, key)
+        hungry = [key for key in hungry if len(turn.nodes[key].leases) >= depth or _give_next(turn, key)]
     _help_out(turn, [key for key in chosen if not turn.nodes[key].leases])
 
 
@@ -217,10 +225,39 @@ def _may_work(turn: Turn, key: bytes) -> bool:
     return membership.standing(node, turn.round.number, turn.now)[0] == READY and disputes.fits(turn, key)
 
 
-def _give_next(turn: Turn, key: bytes) -> None:
-    unit, _ = leases.next_unit(turn.round, turn.lock, turn.nodes[key], turn.ready, turn.alive)
+def _look_at_pool(turn: Turn, ready: list[Node]) -> Pool:
+    """Who shares the work; in a round that has just begun and has fewer members than nodes, who takes which
+    chunks of every one."""
+    round, chunks = turn.round, turn.lock.chunk_count(Kind.MEMBER)
+    number, columns = turn.pool.round, turn.pool.columns
+    if number != round.number:
+        untouched = round.free == chunks * len(round.members)
+        split = untouched and chunks > 1 and len(ready) > len(round.members) > 0
+        number, columns = round.number, leases.columns(ready, chunks) if split else {}
+    return Pool(len(ready), leases.speed_of(ready), number, columns)
+
+
+def _give_next(turn: Turn, key: bytes) -> bool:
+    """Give a node something nobody holds yet; False when there is nothing for it."""
+    node = turn.nodes[key]
+    unit, why = leases.next_unit(turn.round, turn.lock, node, turn.pool, turn.alive, _room(turn, node))
     if unit is not None:
-        turn.give(key, unit)
+        turn.give(key, unit, why)
+    elif not node.leases and node.why != why:
+        turn.set_node(replace(node, why=why))
+    return unit is not None
+
+
+def _room(turn: Turn, node: Node) -> int | None:
+    """Chunks a node may still take of this round; None where the plan sets no limit that holds now.
+
+    An even share is always allowed, and a round is never kept waiting for the limit's sake.
+    """
+    share, ready = turn.ops.max_share, turn.pool.ready
+    if share >= 1 or ready < FEW or not any(other.leases for other in turn.nodes.values()):
+        return None
+    total = turn.lock.chunk_count(Kind.MEMBER) * len(turn.round.members)
+    return max(math.ceil(share * total), -(-total // ready)) - leases.held(turn.round, node)
 
 
 def _help_out(turn: Turn, idle: list[bytes]) -> None:
@@ -231,8 +268,9 @@ def _help_out(turn: Turn, idle: list[bytes]) -> None:
     turn.set(looked=turn.now)
     tail = leases.tail(turn.nodes.values(), turn.now)
     for key in idle[:RESCUES]:
+        room = _room(turn, turn.nodes[key])
         found, reason = leases.rescue(turn.round, turn.lock, tail, turn.nodes[key])
-        if found is not None:
+        if found is not None and (room is None or room > 0):
             _take_over(turn, key, found, reason)
             if found.victim is not None and found.old is not None:
                 tail = tail.without(found.victim, found.old)
@@ -242,9 +280,9 @@ def _take_over(turn: Turn, key: bytes, found: Rescue, reason: str) -> None:
     if found.victim is not None and found.old is not None:
         turn.take(found.victim, found.old, tell=True)
         if found.keep is not None:
-            turn.give(found.victim, found.keep)
-    turn.give(key, found.unit)
+            turn.give(found.victim, found.keep, "an idle node took the rest over")
     what = "duplicate" if found.victim is None else "taken over"
+    turn.give(key, found.unit, f"{what}: {reason}")
     turn.note("lease", node=turn.nodes[key].name, what=what, member=found.unit.member, reason=reason)
 
 

@@ -60,6 +60,7 @@ class Ops:
     quorum: float = 1.0  # share of members that closes a round
     eval_every: int = 5  # rounds between held-out probes; 0 = none at all
     snapshot_every: int = 10  # rounds between the snapshots that nodes write; 0 = none
+    max_share: float = 1.0  # the largest part of a round one node evaluates when three or more are ready
     stall_seconds: float = 30.0  # a unit without progress for this long is given to another node
 
 

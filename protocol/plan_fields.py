@@ -110,6 +110,8 @@ FIELDS: tuple[PlanField, ...] = (
               "rounds between held-out evaluations; 0: none at all"),
     PlanField("ops", "snapshot_every", whole(0, 2**31),
               "rounds between the snapshots each node writes (resume, late joiners); 0: none"),
+    PlanField("ops", "max_share", number(0.0, 1.0, above=True),
+              "largest part of a round for one node when three or more are ready; 1: no limit"),
     PlanField("ops", "stall_seconds", number(1.0, 86400.0),
               "work that stands still for this long goes to another node"),
 )

@@ -172,21 +172,21 @@ def test_three_failures_on_two_nodes_where_there_are_two(
 def test_closing_waits_for_everybody_unless_the_plan_says_otherwise() -> None:
     lock, _, round = opened(members=6)
     round = filled(lock, round, 0, 1, 2, 4)
-    assert rounds.closing(round, lock, Ops(3)) == (None, "4 of 6 members are in")
-    assert rounds.closing(round, lock, Ops(3, quorum=0.8))[0] is None
-    close, reason = rounds.closing(round, lock, Ops(3, quorum=0.6))
+    assert rounds.closing(round, lock, Ops(3), now=0.0) == (None, "4 of 6 members are in")
+    assert rounds.closing(round, lock, Ops(3, quorum=0.8), now=0.0)[0] is None
+    close, reason = rounds.closing(round, lock, Ops(3, quorum=0.6), now=0.0)
     assert close is not None and close.code == QUORUM and close.members == (0, 1, 2, 4)
     assert [index for index, _ in close.voids] == [3, 5] and "quorum of 4" in reason
-    close, _ = rounds.closing(filled(lock, round, 3, 5), lock, Ops(3))
+    close, _ = rounds.closing(filled(lock, round, 3, 5), lock, Ops(3), now=0.0)
     assert close is not None and close.code == COMPLETE and len(close.members) == 6
 
 
 def test_a_quorum_of_a_mirrored_population_counts_whole_pairs() -> None:
     lock, _, round = opened(members=6, mirrored=True)
     round = filled(lock, round, 0, 2, 4, 5)
-    close, reason = rounds.closing(round, lock, Ops(3, quorum=0.5))
+    close, reason = rounds.closing(round, lock, Ops(3, quorum=0.5), now=0.0)
     assert close is None and "2 of them in whole pairs" in reason
-    close, _ = rounds.closing(filled(lock, round, 1), lock, Ops(3, quorum=0.5))
+    close, _ = rounds.closing(filled(lock, round, 1), lock, Ops(3, quorum=0.5), now=0.0)
     assert close is not None and close.members == (0, 1, 4, 5)
 
 
@@ -195,7 +195,7 @@ def test_rewards_are_correctly_rounded_sums_over_prompts() -> None:
     sums = (1e-17, 1.0, 1e-17, 0.5)
     for k in range(2):
         round = rounds.fill(round, 0, result(lock, member(k), *sums, parent=round.parent))
-    close, _ = rounds.closing(round, lock, Ops(3))
+    close, _ = rounds.closing(round, lock, Ops(3), now=0.0)
     assert close is not None
     body = rounds.commit_body(chain, round, close)
     assert body.members[0].reward == math.fsum(sums) / 8
@@ -214,7 +214,7 @@ def test_the_evaluator_of_a_split_member_is_who_measured_most() -> None:
         (1, member(1, 2, 3)),
     ):
         round = rounds.fill(round, number, result(lock, unit, parent=round.parent))
-    close, _ = rounds.closing(round, lock, Ops(3))
+    close, _ = rounds.closing(round, lock, Ops(3), now=0.0)
     assert close is not None
     assert [m.evaluator for m in rounds.commit_body(chain, round, close).members] == [1, 0]
 
@@ -240,39 +240,39 @@ def leased(round: Round, *nodes: Node) -> Round:
 def test_whole_members_first_then_even_shares_of_what_is_left() -> None:
     lock, _, round = opened(members=4)
     a = node(lock, "a", 0)
-    assert leases.next_unit(round, lock, a, 2, (0, 1))[0] == member(0)
+    assert leases.next_unit(round, lock, a, leases.Pool(2), (0, 1))[0] == member(0)
     round = rounds.lease(rounds.lease(rounds.lease(round, member(0), 1), member(1), 1), member(2), 1)
-    assert leases.next_unit(round, lock, a, 2, (0, 1))[0] == member(3, 0, 1), "two nodes share the last one"
-    assert leases.next_unit(round, lock, a, 8, (0, 1))[0] == member(3, 0, 0)
+    assert leases.next_unit(round, lock, a, leases.Pool(2), (0, 1))[0] == member(3, 0, 1), "two share it"
+    assert leases.next_unit(round, lock, a, leases.Pool(8), (0, 1))[0] == member(3, 0, 0)
     round = rounds.lease(round, member(3), 1)
-    assert leases.next_unit(round, lock, a, 2, (0, 1)) == (None, "every chunk is in or in work")
+    assert leases.next_unit(round, lock, a, leases.Pool(2), (0, 1)) == (None, "every chunk is in or in work")
 
 
 def test_a_member_stays_whole_where_batches_may_change_answers() -> None:
     lock, _, round = opened(members=4, repeatable=False)
-    assert leases.next_unit(round, lock, node(lock, "a", 0), 50, (0,))[0] == member(0)
+    assert leases.next_unit(round, lock, node(lock, "a", 0), leases.Pool(50), (0,))[0] == member(0)
 
 
 def test_a_probe_goes_out_first_and_in_even_shares() -> None:
     lock, _, round = opened({"eval_every": 1}, members=4, repeatable=False)
     a = node(lock, "a", 0)
-    assert leases.next_unit(round, lock, a, 1, (0,))[0] == Unit(0, Kind.PROBE, 0, 0, 1)
-    unit, _ = leases.next_unit(round, lock, a, 2, (0, 1))
+    assert leases.next_unit(round, lock, a, leases.Pool(1), (0,))[0] == Unit(0, Kind.PROBE, 0, 0, 1)
+    unit, _ = leases.next_unit(round, lock, a, leases.Pool(2), (0, 1))
     assert unit == Unit(0, Kind.PROBE, 0, 0, 0)
-    assert leases.next_unit(rounds.lease(round, unit, 1), lock, a, 2, (0, 1))[0] == Unit(
+    assert leases.next_unit(rounds.lease(round, unit, 1), lock, a, leases.Pool(2), (0, 1))[0] == Unit(
         0, Kind.PROBE, 0, 1, 1
     )
     round = rounds.lease(round, Unit(0, Kind.PROBE, 0, 0, 1), 1)
-    assert leases.next_unit(round, lock, a, 2, (0, 1))[0] == member(0)
+    assert leases.next_unit(round, lock, a, leases.Pool(2), (0, 1))[0] == member(0)
 
 
 def test_a_failed_member_goes_to_a_node_that_has_not_tried() -> None:
     lock, _, round = opened(members=2)
     round = rounds.fail(round, 0, member(0), "no")
     a, b = node(lock, "a", 0), node(lock, "b", 1)
-    assert leases.next_unit(round, lock, a, 1, (0, 1))[0] == member(1)
-    assert leases.next_unit(round, lock, b, 1, (0, 1))[0] == member(0)
-    assert leases.next_unit(round, lock, a, 1, (0,))[0] == member(0), "alone it tries again"
+    assert leases.next_unit(round, lock, a, leases.Pool(1), (0, 1))[0] == member(1)
+    assert leases.next_unit(round, lock, b, leases.Pool(1), (0, 1))[0] == member(0)
+    assert leases.next_unit(round, lock, a, leases.Pool(1), (0,))[0] == member(0), "alone it tries again"
 
 
 def test_an_idle_node_shares_a_waiting_unit_by_speed() -> None:

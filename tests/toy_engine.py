@@ -2,7 +2,8 @@
 
 The reward of a prompt is minus the mean squared distance of the live weights to a target that the prompt's
 index defines, so training moves somewhere and the same member gives the same reward on every machine. Task
-options of the lock: `seconds` per unit (in small steps, so that it can be cancelled unless `deaf`), `fail`
+options of the lock: `seconds` per unit (in small steps, so that it can be cancelled unless `deaf`), `seconds
+of NAME` per whole member on one node, in proportion for fewer chunks, `fail`
 (members that never work).
 """
 
@@ -143,7 +144,10 @@ class ToyWorkshop:
         if unit.kind == Kind.MEMBER and unit.member in self._fail:
             raise RuntimeError(f"member {unit.member} never works here")
         self._require_intact()
-        self._take_time(stop, progress)
+        chunks = unit.last - unit.first + 1
+        whole = lock.task_options.get(f"seconds of {self.about.name}")
+        seconds = self._seconds if whole is None else whole * chunks / lock.chunk_count(unit.kind)
+        self._take_time(seconds, stop, progress)
         live = self._live(unit, sigma)
         sums, scores = [], []
         for start, count in lock.chunks_of(unit.kind)[unit.first : unit.last + 1]:
@@ -158,12 +162,12 @@ class ToyWorkshop:
         if self._checkpoints is not None:
             self._checkpoints.settle()
 
-    def _take_time(self, stop: Callable[[], bool], progress: Callable[[int], None]) -> None:
+    def _take_time(self, seconds: float, stop: Callable[[], bool], progress: Callable[[int], None]) -> None:
         began = time.monotonic()
-        while (spent := time.monotonic() - began) < self._seconds:
+        while (spent := time.monotonic() - began) < seconds:
             if stop() and not self._deaf:
                 raise Cancelled
-            progress(int(1000 * spent / self._seconds))
+            progress(int(1000 * spent / seconds))
             time.sleep(STEP_SECONDS)
 
     def _live(self, unit: Unit, sigma: float) -> np.ndarray:
