@@ -116,8 +116,10 @@ class CrashPoint:
 class SimCoordinator(Actor):
     """`coordinator/server.py` on a list instead of SQLite."""
 
-    def __init__(self, world: World) -> None:
-        super().__init__(world, COORDINATOR)
+    def __init__(self, world: World, name: str = COORDINATOR, key: bytes | None = None) -> None:
+        """`key`: the Ed25519 seed that signs its entries, the run's first by default."""
+        super().__init__(world, name)
+        self.key = key or world.signing_key
         self.journal: list[ce.Record] = []
         self.inbox: list[ce.Event] = []
         self.state = self._empty()
@@ -125,7 +127,7 @@ class SimCoordinator(Actor):
 
     def _empty(self) -> machine.State:
         world = self.world
-        return machine.new(world.lock, world.ops, world.signing_key, world.allowed)
+        return machine.new(world.lock, world.ops, self.key, world.allowed)
 
     def recall(self) -> machine.State:
         state = self._empty()

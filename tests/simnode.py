@@ -13,7 +13,7 @@ import esnode.events as ne
 from esnode import node
 from protocol.entries import Entry
 from protocol.messages import Bye, Enrol, Enrolled, Kind, Message, Refuse, Unit
-from tests.actors import Actor
+from tests.actors import COORDINATOR, Actor
 from tests.checkers import require
 from tests.replica import NAME, Replica, measure
 
@@ -38,6 +38,7 @@ class SimNode(Actor):
     def __init__(self, world: World, name: str, key: bytes, pace: float) -> None:
         super().__init__(world, name)
         self.key = key
+        self.home = COORDINATOR  # whom it connects to
         self.pace = pace
         self.disk = Disk()
         self.poisoned: set[int] = set()  # members this node cannot evaluate

@@ -77,7 +77,8 @@ class World:
         self.allowed = {sim.key: sim.name for sim in self.nodes.values()}  # the coordinator's list at start
         self.invites: list[bytes] = []
         self.excuses: dict[str, tuple[str, ...]] = {}  # words with which a node may end with code 1
-        self.coordinator = SimCoordinator(self)
+        self.coordinator = SimCoordinator(self)  # the one in charge
+        self.coordinators = {COORDINATOR: self.coordinator}
         for actor in self.actors:
             self.start(actor, 0.0)
         if faults.until:
@@ -85,7 +86,7 @@ class World:
 
     @property
     def actors(self) -> tuple[Actor, ...]:
-        return (self.coordinator, *self.nodes.values())
+        return (*self.coordinators.values(), *self.nodes.values())
 
     def enter(self, sim: SimNode) -> None:
         """One more node."""
@@ -101,7 +102,7 @@ class World:
         return 1.9e9 + moment
 
     def actor(self, name: str) -> Actor:
-        return self.coordinator if name == COORDINATOR else self.nodes[name]
+        return self.coordinators.get(name) or self.nodes[name]
 
     # ------------------------------------------------------------ time
 
@@ -130,17 +131,25 @@ class World:
     # ------------------------------------------------------------ the network
 
     def send(self, sender: str, key: bytes, message: Message) -> None:
-        """Carry one frame between the coordinator and the node of `key`, or lose it.
+        """Carry one frame between a coordinator and the node of `key`, or lose it.
 
-        A newcomer sends its Enrol under an invite's key.
+        A newcomer sends its Enrol under an invite's key. A node hears the coordinator it is connected to.
         """
-        to_node = sender == COORDINATOR
-        receiver: Actor = self.by_key[key] if to_node else self.coordinator
-        journeys = self.network.journeys(sender, receiver.name, message)
+        down = sender in self.coordinators
+        node = self.by_key.get(key) if down else self.nodes[sender]
+        if node is None:
+            return
+        home = sender if down else node.home
+        journeys = self.network.journeys(sender, node.name if down else home, message)
         if journeys:
-            decoded = wire.decode(wire.encode(message), COORDINATOR if to_node else "node")
+            decoded = wire.decode(wire.encode(message), COORDINATOR if down else "node")
             for seconds in journeys:
-                self.after(seconds, partial(receiver.arrive, key, decoded))
+                self.after(seconds, partial(self._deliver, node, home, key, decoded, down))
+
+    def _deliver(self, node: SimNode, home: str, key: bytes, message: Message, down: bool) -> None:
+        if node.home == home:
+            receiver: Actor = node if down else self.coordinators[home]
+            receiver.arrive(key, message)
 
     # ------------------------------------------------------------ what a case can do
 
@@ -212,7 +221,7 @@ class World:
         """Whether a process dies inside this step, and how far it gets; it is started again later."""
         faults = self.faults
         if self.healed or not self._chance(
-            faults.crash_coordinator if name == COORDINATOR else faults.crash_node
+            faults.crash_coordinator if name in self.coordinators else faults.crash_node
         ):
             return None
         actor = self.actor(name)
@@ -296,6 +305,7 @@ class World:
         return sum(k == kind and fields.items() <= dict(f).items() for _, k, f in self.notes)
 
     def status(self) -> dict[str, Any]:
+        """Of the coordinator in charge."""
         return machine.status(self.coordinator.state)
 
 
