@@ -184,11 +184,7 @@ class SimCoordinator(Actor):
         crash = self.crash_when(records) or self.world.crash_point(self.name, len(records))
         flushed = records[: crash.records] if crash else records
         self.journal += flushed
-        for record in flushed:
-            if isinstance(record, ce.EntryAppended):
-                self.world.checkers.durable(record.height, record.raw)
-            elif isinstance(record, ce.ResultAccepted):
-                self.world.checkers.accepted(self.state, state, record.evaluator)
+        self.world.checkers.caused(self.state, state, effects, len(flushed))
         if crash and crash.records is not None:
             self.world.log(
                 self.name, f"crashes in a flush, {len(flushed)} of {len(records)} records are safe"

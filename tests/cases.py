@@ -114,6 +114,22 @@ def revoked_and_back() -> World:
     return world
 
 
+def flipped_bit() -> World:
+    """A bit turns over in the memory of the only node: found before the next unit, mended by replay."""
+    world = World(seed=46, nodes=1, rounds=3)
+    world.at(3.0, world.nodes["node-0"].flip)
+    world.run()
+    return world
+
+
+def wrong_update() -> World:
+    """One node of three computes an update wrongly: replay, not the majority, finds who is at fault."""
+    world = World(seed=47, nodes=3, rounds=3)
+    world.at(2.0, world.nodes["node-1"].miscompute)
+    world.run()
+    return world
+
+
 CASES: dict[str, Callable[[], World]] = {
     case.__name__.replace("_", "-"): case
     for case in (
@@ -127,5 +143,7 @@ CASES: dict[str, Callable[[], World]] = {
         torn_ledger,
         one_invite_two_machines,
         revoked_and_back,
+        flipped_bit,
+        wrong_update,
     )
 }

@@ -7,17 +7,17 @@ from collections.abc import Callable, Sequence
 from msgspec.structs import replace
 
 from coordinator import machine
-from coordinator.events import Effect, Event
+from coordinator.events import Effect, EntryAppended, Event, FaultFound, Persist, Record, ResultAccepted, Send
 from coordinator.state import State
 from esnode.nodestate import State as NodeState
 from protocol.entries import GENESIS, CommitBody, Entry, EntryKind, ScoreBody, parse
 from protocol.lock import Lock
 from protocol.messages import Ack, Assign, Commit, Enrolled, Entries, Kind, Message, Result, Unit
 from tests import bounds
+from tests.promises import Promises, cells_of
 from tests.replica import Truth, digest_of
 from tests.tree import Known, Tree
 
-Cell = tuple[int, int, int]  # kind, member, chunk
 SAMPLED = 25  # one batch of events in so many is looked at closely
 
 
@@ -48,13 +48,12 @@ class Checkers:
         self.recovering = False  # whether a successor may leave a branch behind
         self.commits: dict[tuple[int, int], bytes] = {}  # (term, round) -> hash
         self.measured: dict[tuple[Unit, bytes, int], tuple[float, ...]] = {}
-        self.acked: dict[bytes, set[Cell]] = {}  # by the hash that names the state: chunks acknowledged
+        self.promises = Promises()
         self.forgiven: set[bytes] = set()  # states whose acknowledged rewards went with a lost journal
         self.batches = 0
         self.let_in: set[bytes] = set()  # keys that were on the list when somebody was told
         self.honest = True  # whether every node measures and applies what it should
         self.faulty: set[str] = set()  # nodes whose replica may be wrong for a while
-        self.before: State | None = None  # the coordinator's state as seen last
 
     # ------------------------------------------------------------ the chain
 
@@ -97,7 +96,7 @@ class Checkers:
         indices = [member.index for member in body.members]
         require(len(indices) == len(set(indices)), f"round {entry.round}: a member counts twice")
         named = {*indices, *(index for index, _ in body.voids)}
-        for kind, index, chunk in self.acked.pop(before.closing, ()):
+        for kind, index, chunk in self.promises.settle(before.closing):
             what = f"acknowledged chunk {chunk} of member {index} of round {entry.round} is lost"
             legal = kind == Kind.PROBE or index in named or before.closing in self.forgiven
             require(legal, what)
@@ -134,7 +133,35 @@ class Checkers:
         head = self.tree.head
         return bool(raws) and head is not None and raws[-1] == head.entry.raw
 
-    # ------------------------------------------------------------ messages
+    # ------------------------------------------------------------ records and messages
+
+    def caused(self, before: State, after: State, effects: Sequence[Effect], flushed: int) -> None:
+        """What a coordinator did in one turn, in order; only so many of its records are on the disk."""
+        for effect in effects:
+            if isinstance(effect, Persist):
+                flushed -= 1
+                if flushed < 0:
+                    return
+                self._recorded(before, after, effect.record)
+            elif isinstance(effect, Send) and isinstance(effect.message, Ack):
+                if effect.message.verdict == "ok":
+                    self.promises.acknowledge(effect.message.unit)
+            elif isinstance(effect, Send) and isinstance(effect.message, Assign):
+                unit, known = effect.message.unit, self.promises.of(effect.message.parent)
+                require(
+                    not cells_of(unit) <= known, f"{unit} is assigned although all of it was acknowledged"
+                )
+
+    def _recorded(self, before: State, after: State, record: Record) -> None:
+        if isinstance(record, EntryAppended):
+            self.durable(record.height, record.raw)
+        elif isinstance(record, ResultAccepted):
+            self._accepted(before, after, record.evaluator)
+            self.promises.record(record)
+        elif isinstance(record, FaultFound) and after.round is not None:
+            numbers = {**after.numbers, **before.numbers}
+            if record.key in numbers:
+                self.promises.drop(numbers[record.key], after.round.parent[:8])
 
     def sent(self, message: Message, coordinator: State | None) -> None:
         """A message leaves a process."""
@@ -147,17 +174,9 @@ class Checkers:
             key = (message.unit, message.parent, message.digest)
             right = self.measured.setdefault(key, message.sums)
             require(right == message.sums, f"{message.unit} was measured twice with different sums")
-        elif isinstance(message, Ack) and message.verdict == "ok" and coordinator is not None:
-            self.acked.setdefault(_state_of(coordinator, message.unit.round), set()).update(
-                _cells(message.unit)
-            )
         elif isinstance(message, Enrolled):
             require(coordinator is not None, "only the coordinator lets anybody in")
             self.let_in |= set(coordinator.allowed) if coordinator else set()
-        elif isinstance(message, Assign) and coordinator is not None:
-            unit = message.unit
-            known = self.acked.get(_state_of(coordinator, unit.round), set())
-            require(not _cells(unit) <= known, f"{unit} is assigned although all of it was acknowledged")
 
     def _shown(self, height: int, raw: bytes) -> None:
         known = self.tree.known.get(parse(raw).hash)
@@ -166,15 +185,14 @@ class Checkers:
     # ------------------------------------------------------------ states
 
     def coordinator(self, state: State) -> None:
-        """The coordinator's state after a step."""
+        """A coordinator's state after a step."""
         limit = bounds.coordinator(state)
         require(not limit, limit)
         self._guests(state)
         round = state.round
         if round is None:
             return
-        self._forget_dropped(state)
-        for kind, member, chunk in self.acked.get(round.parent, ()):
+        for kind, member, chunk in self.promises.of(round.parent):
             if kind == Kind.PROBE and round.probe is None:
                 continue
             cells = round.probe if kind == Kind.PROBE else round.members[member]
@@ -189,22 +207,6 @@ class Checkers:
             all(not cells.free for cells in round.members[: round.cursor]), "the cursor passed free chunks"
         )
         self._leases(state)
-
-    def _forget_dropped(self, state: State) -> None:
-        """What a node at fault measured counts no more; a probe it took part in begins anew."""
-        before, self.before = self.before, state
-        if before is None or before.round is None or state.round is None:
-            return
-        parent, left = state.round.parent, state.proof.measured
-        if before.round.parent != parent or before.proof.measured == left:
-            return
-        gone = {who for who, digest in before.proof.measured.items() if left.get(who) != digest}
-        members = before.round.members
-        self.acked[parent] = {
-            (kind, member, chunk)
-            for kind, member, chunk in self.acked.get(parent, ())
-            if not gone or (kind == Kind.MEMBER and members[member].evaluators[chunk] not in gone)
-        }
 
     def _leases(self, state: State) -> None:
         round = state.round
@@ -234,7 +236,7 @@ class Checkers:
         """A newcomer hears that it is in."""
         require(key in self.let_in, "a newcomer was told it is in and nobody remembers")
 
-    def accepted(self, before: State, after: State, evaluator: int) -> None:
+    def _accepted(self, before: State, after: State, evaluator: int) -> None:
         """The coordinator counts a result; its state before and after."""
         states = [state for state in (before, after) if evaluator in state.numbers.values()]
         keys = [key for key, number in states[0].numbers.items() if number == evaluator]
@@ -290,13 +292,3 @@ class Checkers:
         if self.honest and name not in self.faulty:
             right = digest_of(self.tree.known[entry.hash].master)
             require(digest == right, f"{name} differs from the replay after entry {entry.round}")
-
-
-def _cells(unit: Unit) -> set[Cell]:
-    return {(unit.kind, unit.member, chunk) for chunk in range(unit.first, unit.last + 1)}
-
-
-def _state_of(coordinator: State, round: int) -> bytes:
-    """The hash that names the state after so many commits of a coordinator's chain."""
-    chain = coordinator.chain
-    return chain.commits[round - 1].hash if round else chain.entries[0].hash

@@ -214,11 +214,11 @@ class SimNode(Actor):
 
     def _evaluate(self, unit: Unit, sigma: float) -> None:
         self.job += 1
+        lock, job = self.world.lock, self.job
         if self.replica.damaged:
-            return self.later(0.01, lambda: self.step(ne.Damaged(self.clock, unit, (NAME,))))
+            return self.later(0.01, partial(self._damaged, unit, job))
         master = self.replica.master
         self.evaluations += 1
-        lock, job = self.world.lock, self.job
         prompts = sum(lock.chunk_size(unit.kind, k) for k in range(unit.first, unit.last + 1))
         seconds = self.pace * prompts * self.world.random.uniform(0.8, 1.2) + self.hung
         self.hung = 0.0
@@ -238,6 +238,11 @@ class SimNode(Actor):
 
         self.later(seconds / 2, halfway)
         self.later(seconds, done)
+
+    def _damaged(self, unit: Unit, job: int) -> None:
+        if job == self.job:
+            self.job += 1
+            self.step(ne.Damaged(self.clock, unit, (NAME,)))
 
     def _cancel(self, unit: Unit, job: int) -> None:
         if job == self.job:
