@@ -57,7 +57,7 @@ def test_an_acknowledgement_without_a_record(monkeypatch: pytest.MonkeyPatch) ->
         return [] if lost and effect.record.result.unit.member == 1 else [effect]  # type: ignore[union-attr]
 
     broken_machine(monkeypatch, change)
-    found("the journal recalls other rewards", "is forgotten", "all of it was acknowledged")
+    found("an Ack without its record")
 
 
 def test_an_entry_that_is_told_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:

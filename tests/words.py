@@ -29,6 +29,8 @@ def sentence(kind: str, fields: Fields) -> str:
         chunks = f"chunks {fields['first']}-{fields['last']}"
         what = f"member {fields['member']}" if fields["kind"] == 0 else "the probe"
         return f"{fields['node']} measured {what} of round {fields['round']}, {chunks}"
+    if "what" in fields:
+        kind, fields = f"{kind} {fields['what']}", {k: v for k, v in fields.items() if k != "what"}
     return f"{kind}: {', '.join(f'{name} {_plain(value)}' for name, value in fields.items())}"
 
 
