@@ -53,6 +53,7 @@ class Checkers:
         self.batches = 0
         self.let_in: set[bytes] = set()  # keys that were on the list when somebody was told
         self.honest = True  # whether every node measures and applies what it should
+        self.flipped = False  # whether memory changes by itself: a lone node may save it
         self.faulty: set[str] = set()  # nodes whose replica may be wrong for a while
 
     # ------------------------------------------------------------ the chain
@@ -104,6 +105,8 @@ class Checkers:
             require(entry.round in before.scored, f"round {entry.round} closed before its held-out probe")
         if self.honest:
             self._replay(entry, body, before)
+            root_ok = not body.snapshot or body.snapshot in self.tree.roots or self.flipped
+            require(root_ok, f"round {entry.round} carries a root of no true state")
 
     def _replay(self, entry: Entry, body: CommitBody, before: Known) -> None:
         """D and every reward are what an independent replay finds."""

@@ -150,6 +150,11 @@ class Replica:
         """Whether memory has changed by itself."""
         return self.digest != self.written
 
+    def write(self, master: Weights) -> None:
+        """Overwrite it."""
+        self.master = master.copy()
+        self.written = self.digest
+
     def flip(self, index: int, bit: int, *, seen: bool) -> None:
         """One bit of one weight turns over; unless `seen`, what was written last is forgotten with it."""
         self.master = self.master.copy()

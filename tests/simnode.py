@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 
 import esnode.events as ne
 from esnode import node
+from esnode.snapshotevents import FetchSnapshot, Save, StopFetch
 from protocol.entries import Entry
 from protocol.messages import Bye, Enrol, Enrolled, Kind, Message, Refuse, Unit
 from tests.actors import COORDINATOR, Actor
 from tests.checkers import require
+from tests.larder import Larder, started
 from tests.replica import NAME, Replica, measure
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ class SimNode(Actor):
         self.invite: bytes | None = None  # the one-time key of a machine that joins by one
         self.hung = 0.0  # seconds the next evaluation hangs
         self.replica = Replica(world.lock)
+        self.larder = Larder(self)
         self.derived = self.replica  # what replay gave last
         self.wrong = False  # the next update is
         self.bad_arithmetic = 0  # its reference kernel is wrong by this
@@ -83,8 +86,7 @@ class SimNode(Actor):
         self.replica = Replica(self.world.lock)
         self.state = node.new(self.world.lock, self._about())
         self.job += 1
-        digest = self.replica.digest
-        self.step(ne.Started(self.clock, self.disk.term, tuple(self.disk.raws), 0, digest))
+        self.step(started(self))
 
     def tick(self) -> None:
         if not self._newcomer:
@@ -110,6 +112,7 @@ class SimNode(Actor):
 
     def flip(self, index: int = 5, bit: int = 3) -> None:
         """One bit of one weight of the master turns over in memory."""
+        self.world.checkers.flipped = True
         self.replica.flip(index, bit, seen=True)
 
     def miscompute(self) -> None:
@@ -138,7 +141,9 @@ class SimNode(Actor):
                 return
         if crash:
             self.kill()
-            if crash.torn:
+            if crash.torn and self.world.random.random() < 0.3:
+                self.larder.tear()
+            elif crash.torn:
                 self.tear(self.world.random.randint(0, len(self.disk.raws)), self.world.random.random() < 0.5)
 
     def _perform(self, effect: ne.Effect) -> None:
@@ -153,10 +158,14 @@ class SimNode(Actor):
                 self.later(0.05, partial(self._cancel, unit, self.job))
             case ne.Apply(entries):
                 self._apply(entries)
-            case ne.Rewind():
-                self.replica = Replica(world.lock)
-                digest = self.replica.digest
-                self.later(0.05, lambda: self.step(ne.Rewound(self.clock, 0, digest, 50)))
+            case ne.Rewind(entries):
+                self._rewind(entries)
+            case Save():
+                self.larder.save(effect)
+            case FetchSnapshot():
+                self.larder.fetch(effect)
+            case StopFetch():
+                self.larder.stop()
             case ne.Heal(entries):
                 self.derived = Replica(world.lock)
                 self.derived.apply(entries)
@@ -197,8 +206,17 @@ class SimNode(Actor):
             digests = (*digests[:-1], self.replica.digest)
         for entry, digest in zip(entries, digests, strict=True):
             self.world.checkers.replica(entry, digest, self.name)
-        ms = 20 * len(entries)
+        ms = int(self.world.apply_ms * len(entries))
         self.later(ms / 1000, lambda: self.step(ne.EntriesApplied(self.clock, digests, ms)))
+
+    def _rewind(self, entries: tuple[Entry, ...]) -> None:
+        loaded = self.larder.load(entries)
+        height, self.replica = 0, Replica(self.world.lock)
+        if loaded is not None:
+            height, file = loaded
+            self.replica.write(file.master)
+        digest = self.replica.digest
+        self.later(0.05, lambda: self.step(ne.Rewound(self.clock, height, digest, 50)))
 
     def _prove(self, entries: tuple[Entry, ...], pieces: tuple[int, ...]) -> None:
         """The master is one piece."""

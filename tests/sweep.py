@@ -57,14 +57,20 @@ def of_seed(seed: int) -> World:
     Every kind of mischief has its own dice, so that a new kind changes no old seed that does not draw it.
     """
     rng = random.Random(f"world {seed}")
-    calm = random.Random(f"calm {seed}").random() < 0.1
+    dice = random.Random(f"calm {seed}")
+    calm = dice.random() < 0.1
+    every = dice.choice((0, 1, 2))
     world = World(
         seed,
         nodes=rng.choice((1, 2, 3, 3, 5)),
         rounds=rng.choice((2, 3, 4)),
         faults=draw_faults(rng) if not calm else CALM,
         paces=rng.choice(((0.1,), (0.05, 0.1, 0.4), (0.2, 0.3))),
-        ops={"eval_every": rng.choice((0, 1, 2)), "quorum": rng.choice((1.0, 1.0, 1.0, 0.5))},
+        ops={
+            "eval_every": rng.choice((0, 1, 2)),
+            "quorum": rng.choice((1.0, 1.0, 1.0, 0.5)),
+            "snapshot_every": every,
+        },
         members=rng.choice((4, 6)),
         mirrored=rng.random() < 0.4,
         repeatable=rng.random() < 0.7,

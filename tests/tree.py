@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from protocol.entries import GENESIS, CommitBody, Entry, EntryKind, ScoreBody
+from tests.larder import root_of
 from tests.replica import Truth, Weights
 
 
@@ -30,6 +31,8 @@ class Tree:
     def __init__(self, truth: Truth) -> None:
         self.truth = truth
         self.known: dict[bytes, Known] = {}
+        self.known_raw: dict[bytes, Entry] = {}
+        self.roots: set[bytes] = set()  # of a snapshot of every true state
         self.children: dict[bytes, list[bytes]] = {}
         self.head: Known | None = None
 
@@ -44,6 +47,9 @@ class Tree:
         else:
             found = self._after(parent, entry)
         self.known[entry.hash] = found
+        self.known_raw[entry.raw] = entry
+        if entry.kind is EntryKind.COMMIT:
+            self.roots.add(root_of(entry.hash, found.master))
         self.children.setdefault(entry.parent, []).append(entry.hash)
         if self.head is None or (entry.term, found.height) > (self.head.entry.term, self.head.height):
             self.head = found

@@ -65,6 +65,7 @@ class World:
         self.checkers = Checkers(self.lock, lambda state: probe_due(self.lock, self.ops, state)[0])
         self.story: list[tuple[float, str, str, bool]] = []  # (when, who, words, fit for a transcript)
         self.notes: list[tuple[str, str, Mapping[str, Any]]] = []
+        self.apply_ms = 20.0  # a node's time to apply one entry
         self.coming = 0  # starts that are scheduled
         self.gone: set[str] = set()  # nodes that go for good
         self.failing = False  # whether a process may end with code 1
