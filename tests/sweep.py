@@ -51,6 +51,34 @@ def draw_faults(rng: random.Random) -> Faults:
     )
 
 
+LONG = Faults(drop=0.02, delay=0.02, crash_node=0.0005, torn=0.3, down=1.0, until=SAFETY)
+
+
+def long_world(seed: int) -> World:
+    """Many rounds, slow updates, latecomers: catching up by snapshots, while nodes die and disks fill."""
+    rng = random.Random(f"long {seed}")
+    world = World(
+        seed,
+        nodes=rng.choice((2, 3)),
+        rounds=rng.choice((16, 22)),
+        faults=LONG,
+        paces=(0.05, 0.08),
+        ops={"eval_every": 8, "snapshot_every": rng.choice((2, 3, 5))},
+        members=4,
+        chunk=8,
+    )
+    world.apply_ms = rng.choice((800.0, 1500.0))
+    key = people.invite(world, 1.0, uses=3)
+    for k in range(rng.randint(1, 3)):
+        people.newcomer(world, f"late-{k}", key, rng.uniform(20, 36))
+    for name in sorted(world.nodes):
+        world.nodes[name].larder.poisons = rng.random() < 0.2
+    for chance, mischief in ((0.4, disks), (0.3, partition), (0.3, leaves), (0.2, flips)):
+        if rng.random() < chance:
+            mischief(world, rng)
+    return world
+
+
 def of_seed(seed: int) -> World:
     """The world of a seed: faults, pool, plan and mischief are all drawn from it.
 
@@ -60,6 +88,8 @@ def of_seed(seed: int) -> World:
     dice = random.Random(f"calm {seed}")
     calm = dice.random() < 0.1
     every = dice.choice((0, 1, 2))
+    if dice.random() < 0.05:
+        return long_world(seed)
     world = World(
         seed,
         nodes=rng.choice((1, 2, 3, 3, 5)),

@@ -164,3 +164,48 @@ def test_a_revoked_node_is_out_at_once_and_may_be_put_back() -> None:
     world.run()
     numbers = {member.evaluator for body in commits(world)[-2:] for member in body.members}
     assert numbers == {0, 2}, "put back under a new number"
+
+
+# ---------------------------------------------------------------- snapshots
+
+
+def late_joiner(seed: int) -> World:
+    """Updates take longer than rounds are worth replaying; the newcomer comes at round 10 or so."""
+    world = World(seed, nodes=3, rounds=26, members=4, chunk=8, ops={"snapshot_every": 4, "eval_every": 0})
+    world.apply_ms = 1500.0
+    people.newcomer(world, "late", people.invite(world, at=1.0), at=45.0)
+    return world
+
+
+def test_a_late_joiner_takes_a_snapshot_from_its_peers() -> None:
+    world = late_joiner(50)
+    world.run()
+    assert world.count("catch-up", node="late", way="snapshot loaded") >= 1
+    assert 3 in {member.evaluator for body in commits(world)[-6:] for member in body.members}
+
+
+def test_a_donor_that_poisons_is_marked_and_left_out() -> None:
+    world = late_joiner(51)
+    world.nodes["node-0"].larder.poisons = True
+    world.run()
+    assert world.count("catch-up", node="late", way="snapshot loaded") >= 1
+    assert world.count("poisoned", node="node-0", by="late") == 1
+
+
+def test_donors_that_vanish_leave_the_replay() -> None:
+    world = late_joiner(52)
+    for name in ("node-0", "node-1", "node-2"):
+        world.crash(name, at=58.0, down=8.0)
+    world.run()
+    assert world.nodes["late"].stopped == ("the run has ended", 0)
+
+
+def test_a_restarted_node_resumes_from_its_own_snapshot() -> None:
+    world = World(seed=53, nodes=2, rounds=6, ops={"snapshot_every": 2})
+    world.crash("node-1", at=9.0, down=1.0)
+    world.run()
+    assert any("resumes from its snapshot" in line for line in world.lines)
+    torn = World(seed=53, nodes=2, rounds=6, ops={"snapshot_every": 2})
+    torn.crash("node-1", at=9.0, down=1.0)
+    torn.at(9.5, torn.nodes["node-1"].larder.tear)
+    torn.run()
