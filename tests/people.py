@@ -90,3 +90,17 @@ def readmit(world: World, name: str, at: float) -> None:
         world.start(sim, 2 * AGAIN)
 
     world.at(at, put_back)
+
+
+def amend(world: World, at: float, from_round: int, **settings: float | int | None) -> None:
+    """Ask for other settings from a round on; an order that comes too late is refused."""
+    fields = [settings.get(name) for name in ("alpha", "sigma", "members")]
+
+    def give() -> None:
+        actor = world.coordinator
+        if actor.up:
+            actor.order(ce.AmendAsked(actor.clock, from_round, *fields))  # type: ignore[arg-type]
+        elif not world.checkers.ended:
+            world.after(AGAIN, give)
+
+    world.at(at, give)

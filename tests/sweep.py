@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from protocol.plan import bf16
 from tests import people
 from tests.actors import COORDINATOR
 from tests.network import Faults
@@ -244,6 +245,15 @@ def miscomputes(world: World, rng: random.Random) -> None:
         world.at(rng.uniform(0, SAFETY / 4), world.nodes[_node(world, rng)].miscompute)
 
 
+def amends(world: World, rng: random.Random) -> None:
+    """The operator changes the settings while the run goes on."""
+    for _ in range(rng.randint(1, 2)):
+        alpha, sigma = rng.choice((None, 0.02)), rng.choice((None, bf16(0.03)))
+        members = rng.choice((4, 6, 8))
+        round = rng.randint(1, 3)
+        people.amend(world, rng.uniform(0, SAFETY), round, alpha=alpha, sigma=sigma, members=members)
+
+
 Mischief = Callable[[World, random.Random], None]
 MISCHIEF: tuple[tuple[float, Mischief], ...] = (
     (0.3, poisoned),
@@ -262,6 +272,7 @@ MISCHIEF: tuple[tuple[float, Mischief], ...] = (
     (0.25, newcomers),
     (0.2, revocations),
     (0.2, flips),
+    (0.2, amends),
 )
 IN_CALM: tuple[tuple[float, Mischief], ...] = (
     (1.0, miscomputes),
