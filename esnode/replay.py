@@ -7,10 +7,14 @@ torch: weights are whatever `apply` moves. Called by `rebuild.py` and `state.py`
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from esnode.tell import Tell, silent
+from protocol.bodies import Entry
 from protocol.errors import UserError
-from protocol.ledger import Chain, Entry
+
+if TYPE_CHECKING:
+    from protocol.chain import Chain
 
 FUSED = 8  # commits per pass over the weights: enough to be limited by noise, few enough for a progress bar
 

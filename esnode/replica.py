@@ -21,7 +21,7 @@ from esnode.engines.interface import MemoryPlan
 from esnode.kernels.interface import Kernels, Slice
 from esnode.slicemap import Views
 from esnode.state import DTYPES, Part, Pieces, State
-from protocol.ledger import Entry
+from protocol.bodies import Entry
 from protocol.lock import Lock, TensorSpec
 from protocol.pieces import Piece
 

@@ -21,8 +21,8 @@ from esnode import manifest
 from esnode.kernels.interface import Kernels, Region
 from esnode.replay import DamagedMaster, fold
 from protocol import noise, seeds
+from protocol.bodies import Entry, step_of
 from protocol.errors import UserError
-from protocol.ledger import Entry, step_of
 from protocol.lock import Lock, TensorSpec
 from protocol.pieces import Piece
 

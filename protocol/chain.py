@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import cast
 
+from protocol.bodies import step_of
 from protocol.entries import (
     COMPLETE,
     GENESIS,
@@ -28,8 +28,7 @@ from protocol.entries import (
 from protocol.errors import UserError
 from protocol.fields import ALPHA, EXACT_SIGMA
 from protocol.lock import MAX_MEMBERS, Lock, LockError, lock_from_bytes
-from protocol.seeds import member_seed, rounding_seed
-from protocol.shaping import Shaping, Step, coefficients, make_step
+from protocol.seeds import member_seed
 
 
 class BrokenChain(UserError):
@@ -39,19 +38,6 @@ class BrokenChain(UserError):
         super().__init__(f"round {round}: {reason}")
         self.reason = reason
         self.round = round
-
-
-def step_of(lock: Lock, entry: Entry) -> Step | None:
-    """What a commit does to the master, ready for the kernels; None when it moves nothing or is no commit."""
-    body = entry.body
-    if not isinstance(body, CommitBody) or not lock.update:
-        return None
-    rewards = [member.reward for member in body.members]
-    found = coefficients(rewards, body.alpha, cast(Shaping, lock.shaping), lock.clip, lock.std_floor)
-    seeds = [member.seed for member in body.members]
-    return make_step(
-        found, seeds, mirrored=lock.mirrored, rounding_seed=rounding_seed(lock.run_id, entry.round)
-    )
 
 
 class Chain:

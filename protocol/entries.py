@@ -1,8 +1,9 @@
 """Ledger entries: their bytes, types and signatures, as docs/ledger-format.md describes them.
 
-Lives here: `Entry`, the payload of every kind, `seal` (payload to signed bytes), `parse` (bytes to a checked
-entry). What an entry means in its chain is `chain.py`'s business. Entries are hashed, signed and stored as
-bytes and never re-encoded: `Entry.raw` is what travels and what lies in the file.
+Lives here: `seal` (payload to signed bytes) and `parse` (bytes to a checked entry); what they say is in
+`bodies.py`, whose names are found here too. What an entry means in its chain is `chain.py`'s business.
+Entries are hashed, signed and stored as bytes and never re-encoded: `Entry.raw` is what travels and what lies
+in the file.
 """
 
 from __future__ import annotations
@@ -10,19 +11,65 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import IntEnum
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any
 
 import msgspec
 from nacl.exceptions import BadSignatureError
 from nacl.signing import SigningKey, VerifyKey
 
+from protocol.bodies import (
+    COMPLETE,
+    HASH,
+    QUORUM,
+    SIGNATURE,
+    Admission,
+    AmendBody,
+    Body,
+    CommitBody,
+    EndBody,
+    Entry,
+    EntryKind,
+    LockBody,
+    MemberReward,
+    RosterBody,
+    ScoreBody,
+)
 from protocol.errors import UserError
 
+__all__ = [
+    "COMPLETE",
+    "GENESIS",
+    "HASH",
+    "MAX_BODY",
+    "MAX_NAME",
+    "MAX_REASON",
+    "OVERHEAD",
+    "QUORUM",
+    "SIGNATURE",
+    "Admission",
+    "AmendBody",
+    "Body",
+    "CommitBody",
+    "EndBody",
+    "Entry",
+    "EntryKind",
+    "LockBody",
+    "MalformedEntry",
+    "MemberReward",
+    "RosterBody",
+    "ScoreBody",
+    "hash_of",
+    "packed",
+    "parse",
+    "public_key",
+    "seal",
+    "short",
+    "signed_by",
+    "split",
+    "unpacked",
+]
+
 MAX_BODY = 8 * 1024 * 1024 - 1024  # an entry must fit the wire's largest message
-HASH = 32
-SIGNATURE = 64
 OVERHEAD = 4 + HASH + SIGNATURE  # length, hash, signature
 GENESIS = bytes(HASH)  # the parent of the first entry
 MAX_REASON = 500  # characters
@@ -31,119 +78,6 @@ MAX_NAME = 64
 
 class MalformedEntry(UserError):
     """Bytes that are no entry: cut, altered, of an unknown kind, or with a field out of its type."""
-
-
-class EntryKind(IntEnum):
-    """First element of the body."""
-
-    LOCK = 0
-    COMMIT = 1
-    ROSTER = 2
-    AMEND = 3
-    SCORE = 4
-    END = 5
-
-
-COMPLETE = 0  # a commit closed because every member was in or void
-QUORUM = 1  # closed by the plan's quorum, members are missing
-
-
-@dataclass(frozen=True, slots=True)
-class MemberReward:
-    """One row of a commit: 20 bytes. `evaluator` is a roster number."""
-
-    index: int
-    seed: int
-    reward: float
-    evaluator: int
-
-
-@dataclass(frozen=True, slots=True)
-class LockBody:
-    """The first entry: the lock's canonical bytes."""
-
-    lock: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class CommitBody:
-    """Closes a round: what moves the weights. `voids`: (index, reason) of members that could not be had."""
-
-    alpha: float
-    sigma: float
-    members: tuple[MemberReward, ...]
-    voids: tuple[tuple[int, str], ...] = ()
-    closed: int = COMPLETE
-    snapshot: bytes = b""
-
-
-@dataclass(frozen=True, slots=True)
-class Admission:
-    """A node's roster number, its 32-byte CURVE public key and its label."""
-
-    number: int
-    key: bytes
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class RosterBody:
-    """Keys admitted and roster numbers revoked."""
-
-    admitted: tuple[Admission, ...] = ()
-    revoked: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class AmendBody:
-    """New settings from round `from_round` on; None and () change nothing, `trusted` replaces the list."""
-
-    from_round: int
-    alpha: float | None = None
-    sigma: float | None = None
-    members: int | None = None
-    trusted: tuple[bytes, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class ScoreBody:
-    """Held-out result of the state after `state_round` commits: mean = fsum(sums) / prompts, by chunk."""
-
-    state_round: int
-    prompts: int
-    mean: float
-    correct: int
-    sums: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class EndBody:
-    """The run is over; nothing follows."""
-
-    reason: str
-
-
-Body: TypeAlias = LockBody | CommitBody | RosterBody | AmendBody | ScoreBody | EndBody
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One parsed entry. `digest` is D of the state before it; `raw` is everything from the length on."""
-
-    kind: EntryKind
-    parent: bytes
-    term: int
-    nonce: bytes
-    round: int
-    digest: int
-    body: Body
-    raw: bytes
-    hash: bytes
-
-    @property
-    def signature(self) -> bytes:
-        """Ed25519 over `hash`."""
-        return self.raw[-SIGNATURE:]
 
 
 # ---------------------------------------------------------------- typed layout of each kind

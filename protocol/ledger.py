@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from protocol.chain import BrokenChain, Chain, check_fork, step_of
+from protocol.bodies import step_of
+from protocol.chain import BrokenChain, Chain, check_fork
 from protocol.entries import (
     COMPLETE,
     GENESIS,

@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from enum import IntEnum
 from functools import cached_property
 from typing import Any
 
@@ -32,12 +33,18 @@ from protocol.fields import (
     text,
     whole,
 )
-from protocol.messages import Kind
 
 LAW = 1
 MAX_MEMBERS = 4096
 LARGEST_REWARD = 1e30  # sums of squares over a population stay finite
 MAX_LOCK_BYTES = 8 * 1024 * 1024 - 4096  # a lock is one ledger entry
+
+
+class Kind(IntEnum):
+    """What a unit evaluates: a member of the population, or the unperturbed master on held-out prompts."""
+
+    MEMBER = 0
+    PROBE = 1
 
 
 class LockError(UserError):

@@ -7,10 +7,11 @@ ever appended, together with a new wire version. `wire.py` turns bytes into thes
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import TypeAlias
 
 import msgspec
+
+from protocol.lock import Kind as Kind  # noqa: PLC0414  a message's word, found with the others
 
 WIRE_VERSION = 1
 BLOB_PART = 256 * 1024  # bytes of one Blob
@@ -19,13 +20,6 @@ BLOB_PART = 256 * 1024  # bytes of one Blob
 RUN_ENDED = "the run has ended"
 STOPPED = "the coordinator stops"
 RELEASED = "released"
-
-
-class Kind(IntEnum):
-    """What a unit evaluates: a member of the population, or the unperturbed master on held-out prompts."""
-
-    MEMBER = 0
-    PROBE = 1
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol import noise, seeds
-from protocol.chain import step_of
+from protocol.bodies import step_of
 from protocol.entries import CommitBody, Entry
 from protocol.lock import Lock, TensorSpec
 from protocol.messages import Kind, Unit

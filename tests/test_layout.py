@@ -39,6 +39,7 @@ STDLIB_PURE = {
 }
 # Pure modules, and what each may import beyond pure stdlib modules and one another.
 PURE: dict[str, set[str]] = {
+    "protocol/bodies.py": set(),
     "protocol/chain.py": set(),
     "protocol/entries.py": {"msgspec", "nacl"},
     "protocol/envelope.py": set(),

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from protocol.ledger import Entry
+from protocol.bodies import Entry
 
 
 class Cancelled(Exception):

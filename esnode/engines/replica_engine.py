@@ -17,7 +17,7 @@ from esnode.engines.interface import MemoryPlan, Sampling, StopCheck, never
 from esnode.kernels.interface import Kernels
 from esnode.replica import Replica
 from esnode.state import Pieces
-from protocol.ledger import Entry
+from protocol.bodies import Entry
 from protocol.lock import Lock
 from protocol.pieces import Piece
 
