@@ -545,7 +545,7 @@ def test_read_files(tmp_path: Path) -> None:
     assert read(path).ended
     with pytest.raises(LedgerError, match="No such file"):
         read(tmp_path / "none")
-    with pytest.raises(LedgerError, match="directory"):
+    with pytest.raises(LedgerError, match="no regular file"):
         read(tmp_path)
 
 
