@@ -153,10 +153,13 @@ class Daemon:
         """Find out where the coordinator is and open the socket; None when told to leave meanwhile."""
         options = self._options
         self._contact_by = time.monotonic() + options.wait
-        while not (addresses := nodeoptions.addresses(options)):
+        key_file = nodeoptions.key_file(options.run)  # a first start writes it a moment before it listens
+        while not ((addresses := nodeoptions.addresses(options)) and (options.plain or key_file.exists())):
             if self._leave is not None:
                 return None
             if time.monotonic() > self._contact_by:
+                if addresses:
+                    break  # and say that the key is missing
                 raise DaemonError(
                     f"no coordinator has started on {options.run}; start it, or name --coordinator"
                 )

@@ -138,9 +138,14 @@ def published_address(run: Path) -> tuple[str, ...]:
         return ()
 
 
+def key_file(run: Path) -> Path:
+    """Where the coordinator's public key lies in a run's folder."""
+    return run / "coordinator" / "curve.pub"
+
+
 def pinned_key(run: Path) -> bytes:
     """The coordinator's public key, the only one this node will talk to."""
-    path = run / "coordinator" / "curve.pub"
+    path = key_file(run)
     try:
         return keys.parse_public(path.read_text(), str(path))
     except OSError as error:

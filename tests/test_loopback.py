@@ -7,6 +7,7 @@ import random
 import re
 import shutil
 import signal
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -333,6 +334,25 @@ def test_node_without_coordinator(tmp_path: Path) -> None:
         assert "no coordinator has started" in last_words(processes)
         processes.node("n1", "--wait", "0.5", "--coordinator", "tcp://127.0.0.1:9")
         assert "nothing answers at tcp://127.0.0.1:9" in last_words(processes)
+
+
+def test_a_node_that_knows_the_address_before_the_coordinator_first_starts(tmp_path: Path) -> None:
+    """It waits for the key that the first start will write, as it waits for an address."""
+    make_folder(tmp_path, ("n1",), rounds=2)
+    with Processes(tmp_path) as processes:
+        with socket.create_server(("127.0.0.1", 0)) as found:
+            address = f"tcp://127.0.0.1:{found.getsockname()[1]}"
+        node = processes.node("n1", "--coordinator", address)
+        wait_for(lambda: "ready" in processes.words("n1"))
+        time.sleep(0.5)
+        assert node.poll() is None, processes.words("n1")
+        processes.coordinator(bind=address)
+        processes.wait_end()
+        processes.node("n1", "--wait", "0.5", "--coordinator", address)
+        assert "nothing answers" in last_words(processes)
+        (tmp_path / "coordinator" / "curve.pub").unlink()
+        processes.node("n1", "--wait", "0.5", "--coordinator", address)
+        assert "public key" in last_words(processes)
 
 
 def test_two_processes_with_one_name(tmp_path: Path) -> None:

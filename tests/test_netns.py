@@ -17,6 +17,7 @@ from tests.runs import make_folder, wait_for
 
 pytestmark = pytest.mark.skipif(bool(netns.why_not()), reason=netns.why_not() or "-")
 
+START = 40.0  # for processes to start on a busy machine
 RETURN_SECONDS = 5.0  # after a partition heals, until the node works again
 
 
@@ -45,7 +46,7 @@ def test_far_slow_and_lossy(site: Site) -> None:
     site.serve()
     for name, address in addresses.items():
         site.join(name, address)
-    wait_for(lambda: site.status().get("round", 0) >= 1, 40)
+    wait_for(lambda: site.status().get("round", 0) >= 1, START)
     site.kill("n1")
     site.join("n1", addresses["n1"])
     site.wait_end(90)
@@ -59,7 +60,7 @@ def test_a_partition_heals(site: Site, seconds: float) -> None:
     site.serve()
     for name in ("n1", "n2"):
         site.join(name)
-    wait_for(lambda: site.node_state("n1").get("state") == site.node_state("n2").get("state") == "ready")
+    wait_for(lambda: {site.node_state(name).get("state") for name in ("n1", "n2")} == {"ready"}, START)
     site.net.cut("n1")
     before = site.status()["round"]
     time.sleep(seconds)
@@ -82,7 +83,7 @@ def test_an_isolated_coordinator_waits_and_goes_on(site: Site) -> None:
     site.serve()
     for name in ("n1", "n2"):
         site.join(name)
-    wait_for(lambda: site.status().get("round", 0) >= 1)
+    wait_for(lambda: site.status().get("round", 0) >= 1, START)
     site.net.cut(netns.COORDINATOR)
     wait_for(lambda: site.status()["state"] == "paused", 30)
     stood = site.status()["round"]
@@ -131,7 +132,7 @@ def test_join_meets_a_firewall_and_a_closed_port(site: Site) -> None:
     """One sentence in time that tells the two apart; the invite's address is the only thing tried."""
     lock = make_folder(site.folder, rounds=10**6)
     site.serve()
-    wait_for(site.status)
+    wait_for(site.status, START)
     site.net.refuse_silently("n1", PORT)
     data = {"ESNODE_DATA": str(site.folder / "joined"), "NETNS": site.net.space("n1")}
     for port, words in ((PORT, "no answer at all"), (PORT + 1, "")):
