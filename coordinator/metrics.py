@@ -11,7 +11,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-STANDINGS = ("ready", "catching up", "suspect", "left")  # always present, so that 0 is a 0 and not a gap
+from coordinator.membership import BEHIND, LEFT, LOST, NEW, READY, STALLED, SUSPECT
+
+# Always present, so that none is a 0 and not a gap.
+STANDINGS = (READY, SUSPECT, LOST, NEW, BEHIND, STALLED, LEFT)
 VERDICTS = ("accepted", "late", "refused", "failed")
 Sample = tuple[Mapping[str, str], float]
 
