@@ -69,7 +69,7 @@ def examples(name: str) -> Iterator[list[str]]:
 
 
 def expanded(line: str, environment: dict[str, str]) -> str:
-    line = line.replace("%S", "/var/lib").replace("%C", "/var/cache")
+    line = line.replace("%d", "/run/credentials").replace("%S", "/var/lib").replace("%C", "/var/cache")
     return re.sub(r"\$\{?(\w+)\}?", lambda found: environment[found[1]], line)
 
 
