@@ -230,7 +230,12 @@ def _on_hello(turn: Turn, peer: bytes, hello: Hello) -> None:
     turn.set_node(node)
     turn.set(selftest=state.selftest or hello.selftest)
     lock = state.lock
-    turn.send(peer, Welcome(WIRE_VERSION, lock.run_id, lock.to_bytes(), state.term, chain.height, chain.tip))
+    turn.send(
+        peer,
+        Welcome(
+            WIRE_VERSION, lock.run_id, lock.to_bytes(), state.term, chain.height, chain.tip, state.term_proof
+        ),
+    )
     turn.note("membership", node=name, what="returned" if old else "joined", reason=verdict.reason)
     if hello.digest:
         disputes.observe(turn, peer, commits, hello.digest)

@@ -35,6 +35,7 @@ from protocol.entries import AmendBody, CommitBody, Entry, EntryKind, RosterBody
 from protocol.lock import Lock
 from protocol.plan import Ops
 from protocol.shaping import mean_and_std
+from protocol.terms import prove_term
 
 LEDGER = "the ledger"
 
@@ -61,6 +62,7 @@ class State(msgspec.Struct, frozen=True):
     chain: Chain = msgspec.field(default_factory=Chain)
     term: int = 0
     nonce: bytes = b""
+    term_proof: bytes = b""  # that this key took the term
     now: float = 0.0
     wall: float = 0.0  # unix seconds as of the last tick; 0 when the shell does not say
     slip: float = 0.0  # seconds the shell's clock has jumped back
@@ -151,7 +153,8 @@ def recall(state: State, record: Record) -> State:
     """Fold one journal record; after the last, `step` with `Started` (term = last + 1) goes on from there."""
     if isinstance(record, TermTaken):
         forgiven = rounds.forgive(state.round) if state.round else None
-        return replace(state, term=record.term, nonce=record.nonce, round=forgiven)
+        proof = prove_term(state.lock.run_id, record.term, record.nonce, state.key)
+        return replace(state, term=record.term, nonce=record.nonce, term_proof=proof, round=forgiven)
     if isinstance(record, EntryAppended):
         return adopt(state, parse(record.raw))
     if isinstance(record, InviteOpened | KeyAllowed | KeyRevoked):

@@ -115,7 +115,9 @@ class Daemon:
             kept = checkpoint.kept(self._options.folder, self._lock)
             term = self._notebook.term
             self._mind_duty(time.monotonic())
-            self._step(events.Started(time.monotonic(), term, raws, height, digest, kept))
+            self._step(
+                events.Started(time.monotonic(), term, raws, height, digest, kept, self._notebook.proof)
+            )
             while self._stopped is None:
                 self._turn()
             reason, code = self._stopped
@@ -237,8 +239,11 @@ class Daemon:
                 self._engine.save(round, entry, digest)
             case events.Store(first, raws):
                 self._notebook.store(first, raws)
-            case events.StoreTerm(term):
-                self._notebook.store_term(term)
+            case events.Orphan(first, raws):
+                kept = self._notebook.orphan(first, raws)
+                self._log.warning("%d entries of another branch are kept in %s", len(raws), kept)
+            case events.StoreTerm(term, proof):
+                self._notebook.store_term(term, proof)
             case events.Note(kind, fields):
                 words = ", ".join(f"{name} {value}" for name, value in fields.items())
                 self._log.info("%s: %s", kind, words)

@@ -1,9 +1,9 @@
 """Everything that can happen to a node and everything it can cause.
 
 Pure: protocol types only. The contract of order, for every shell (daemon and simulator alike): compute
-`step`, adopt the new state, then perform the effects in order. `Store` and `StoreTerm` are on disk (flushed)
-before the next effect is performed, so a node never answers a term, or reports an entry, that it could
-forget.
+`step`, adopt the new state, then perform the effects in order. `Store`, `Orphan` and `StoreTerm` are on disk
+(flushed) before the next effect is performed, so a node never answers a term, or reports an entry, that it
+could forget.
 
 The engine does one thing at a time. `step` asks for the next `Evaluate`, `Apply` or `Rewind` only after the
 last one was answered: `Evaluate` by exactly one of `Evaluated`, `EvaluationFailed`, `Cancelled`; `Apply` by
@@ -81,8 +81,8 @@ class Started:
     """First event of a process, after the engine is loaded.
 
     `raws`: the ledger entries on disk, from entry 0. `height`: how many of them the loaded master already
-    reflects (0 for the base checkpoint); `digest`: its D. `term`: the highest term on disk, 0 for none.
-    `snapshots`: (round, entry hash, root, bytes) of each whole snapshot on disk.
+    reflects (0 for the base checkpoint); `digest`: its D. `term`: the highest term on disk, 0 for none, and
+    its `proof`. `snapshots`: (round, entry hash, root, bytes) of each whole snapshot on disk.
     """
 
     now: float
@@ -91,6 +91,7 @@ class Started:
     height: int
     digest: int
     snapshots: tuple[tuple[int, bytes, bytes, int], ...] = ()
+    proof: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,10 +341,19 @@ class Store:
 
 
 @dataclass(frozen=True, slots=True)
+class Orphan:
+    """Take the entries from height `first` on out of the ledger file and keep them in one of their own."""
+
+    first: int
+    raws: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StoreTerm:
-    """Write the highest term answered, flushed."""
+    """Write the highest term answered and its proof (`protocol/terms.py`), flushed."""
 
     term: int
+    proof: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,6 +386,7 @@ Effect: TypeAlias = (
     | FetchSnapshot
     | StopFetch
     | Store
+    | Orphan
     | StoreTerm
     | Note
     | Stop

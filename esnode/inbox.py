@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from esnode import catchup, proof
+from esnode import branches, catchup, proof
 from esnode.events import Store, StoreTerm
 from esnode.nodestate import HELLO_FIRST, UNITS_TOLD, Sent, Turn, Work
-from protocol.chain import BrokenChain, Chain
-from protocol.entries import MalformedEntry, parse, signed_by
+from protocol.chain import BrokenChain
 from protocol.messages import (
     RELEASED,
     RUN_ENDED,
@@ -30,14 +29,17 @@ from protocol.messages import (
     Rehello,
     Welcome,
 )
+from protocol.terms import read_proof
 
+# What a coordinator says once its Welcome was taken; before, it may be one that this node must not follow.
+_OF_MY_COORDINATOR = (Assign, Cancel, Commit, CoordBeat, Entries)
 RESEND_AFTER = 2.0  # an unacknowledged result
 
 
 def receive(turn: Turn, message: Message) -> None:
     """Act on one message. What comes from a coordinator of a lower term than one answered is ignored."""
     handler = _HANDLERS.get(type(message))
-    if handler is None:
+    if handler is None or (isinstance(message, _OF_MY_COORDINATOR) and not turn.state.joined):
         return
     if turn.state.paused and not isinstance(message, Refuse | Bye):
         return  # said before the coordinator knew of the pause
@@ -55,11 +57,29 @@ def _on_welcome(turn: Turn, message: Welcome) -> None:
     lock = turn.state.lock
     if message.run != lock.run_id or message.lock != lock.to_bytes():
         return turn.stop("the coordinator serves another run than this node's lock", 1)
-    if message.term > turn.state.term:
-        turn.do(StoreTerm(message.term))
-    turn.set(term=message.term, joined=True, hello_wait=HELLO_FIRST, wanted=message.height, fetched=None)
+    if not _answers_term(turn, message):
+        return
+    turn.set(joined=True, hello_wait=HELLO_FIRST, wanted=message.height, fetched=None)
     _resend(turn, after=0.0)  # to a coordinator that restarted before it had them, and waits for them
     catchup.on_welcome(turn)
+
+
+def _answers_term(turn: Turn, message: Welcome) -> bool:
+    """Whether the term is one to answer; a new one is on disk from then on."""
+    state = turn.state
+    claim = read_proof(state.lock.run_id, message.term, message.proof)
+    if claim is None:
+        turn.note("link", reason=f"a coordinator does not prove its term {message.term}, it is ignored")
+        return False
+    if message.term > state.term:
+        turn.do(StoreTerm(message.term, message.proof))
+        turn.set(term=message.term, term_proof=message.proof)
+        return True
+    answered = read_proof(state.lock.run_id, state.term, state.term_proof)
+    if answered not in (None, claim):
+        turn.note("link", reason=f"{claim} is refused: {answered} was answered, one of the two is a copy")
+        return False
+    return True
 
 
 def _on_refuse(turn: Turn, message: Refuse) -> None:
@@ -149,7 +169,7 @@ def _take_entries(turn: Turn, first: int, raws: tuple[bytes, ...]) -> None:
     start = chain.height
     for height, raw in enumerate(raws, first):
         if height < chain.height:
-            _look_for_fork(turn, chain, height, raw)
+            branches.look(turn, chain, height, raw)
         elif height == chain.height:
             chain = chain.copy() if height == start else chain
             try:
@@ -166,23 +186,6 @@ def _take_entries(turn: Turn, first: int, raws: tuple[bytes, ...]) -> None:
         if not turn.state.applying:
             turn.check_digest()
         _forget_old_rounds(turn)
-
-
-def _look_for_fork(turn: Turn, chain: Chain, height: int, raw: bytes) -> None:
-    """One height signed twice by a trusted key is the end of trust in this coordinator."""
-    held = chain.entries[height]
-    if raw == held.raw:
-        return
-    try:
-        other = parse(raw)
-    except MalformedEntry:
-        return
-    if other.hash != held.hash and signed_by(other, chain.trusted):
-        turn.stop(
-            f"entry {height} was signed twice: {held.hash.hex()} of term {held.term} and {other.hash.hex()} "
-            f"of term {other.term}. Two coordinators run with one key",
-            1,
-        )
 
 
 def _forget_old_rounds(turn: Turn) -> None:
@@ -213,4 +216,5 @@ _HANDLERS: dict[type[Message], Callable[[Turn, Any], None]] = {
     Entries: _on_entries,
     **proof.HANDLERS,
     **catchup.HANDLERS,
+    **branches.HANDLERS,
 }

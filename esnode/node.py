@@ -86,7 +86,8 @@ def _on_started(turn: Turn, event: Started) -> None:
             break
     held = tuple(catchup.Held(round, root, size, entry) for round, entry, root, size in event.snapshots)
     turn.set(held_snapshots=held)
-    turn.set(chain=chain, applied=event.height, digest=event.digest, term=event.term, heard=turn.state.now)
+    turn.set(chain=chain, applied=event.height, digest=event.digest, heard=turn.state.now)
+    turn.set(term=event.term, term_proof=event.proof)
     if chain.height and chain.lock.run_id != turn.state.lock.run_id:
         turn.stop("the ledger in this node's folder is of another run: use another folder", 1)
     elif event.height and not turn.fits(event.height, event.digest):

@@ -92,6 +92,7 @@ class State:
     queue: tuple[Work, ...] = ()
     unacked: tuple[Sent, ...] = ()
     term: int = 0  # highest ever answered
+    term_proof: bytes = b""
     joined: bool = False
     heard: float = 0.0  # the coordinator, last
     spoke: float = 0.0  # this node, last
@@ -182,6 +183,7 @@ class Turn:
                 digest=state.digest if state.rounds == chain.round and not state.rewind else 0,
                 term=state.term,
                 units=tuple(unit for unit, _ in state.held),
+                proof=state.term_proof,
             )
         )
         wait = state.hello_wait

@@ -17,6 +17,7 @@ from protocol import ledger
 from protocol.entries import parse
 from protocol.errors import UserError
 from protocol.ledger import LedgerFile
+from protocol.terms import PROOF
 
 
 class NotebookError(UserError):
@@ -35,7 +36,7 @@ class Notebook:
             self._held = _occupy(folder)
             self._set_aside_damage(run_id)
             self._file = LedgerFile(folder / "node.ledger")
-            self.term = self._read_term()
+            self.term, self.proof = self._read_term()
         except OSError as error:
             raise NotebookError(_unwritable(folder, error)) from error
 
@@ -54,30 +55,53 @@ class Notebook:
         except OSError as error:
             raise NotebookError(_unwritable(self.folder, error)) from error
 
-    def store_term(self, term: int) -> None:
-        """Remember the highest term answered."""
+    def orphan(self, first: int, raws: Sequence[bytes]) -> Path:
+        """Keep the whole ledger as a file of its own and go on with the entries below `first`.
+
+        `raws` are those from `first` on. The file is a ledger like any other: it can be verified, exported,
+        forked or recovered from.
+        """
+        path = self._file.path
+        if tuple(self._file.entries[first:]) != tuple(raws):
+            raise ValueError(f"the entries from {first} on are not those on disk")
+        tip = parse(raws[-1]).hash.hex()[:16]
+        aside = self.folder / f"orphans-{first}-{tip}.ledger"
         try:
-            write_file(self.folder / "term", f"{term}\n".encode())
+            write_file(aside, path.read_bytes())
+            write_file(path, ledger.MAGIC + b"".join(self._file.entries[:first]))
+            self._file.close()
+            self._file = LedgerFile(path)
         except OSError as error:
             raise NotebookError(_unwritable(self.folder, error)) from error
-        self.term = term
+        return aside
 
-    def _read_term(self) -> int:
-        """The term on disk; a damaged one is made again from the entries, each of which bears its term."""
+    def store_term(self, term: int, proof: bytes) -> None:
+        """Remember the highest term answered and its proof."""
+        try:
+            write_file(self.folder / "term", f"{term} {proof.hex()}\n".encode())
+        except OSError as error:
+            raise NotebookError(_unwritable(self.folder, error)) from error
+        self.term, self.proof = term, proof
+
+    def _read_term(self) -> tuple[int, bytes]:
+        """The term on disk and its proof; a damaged one is made again from the entries, which bear theirs."""
         path = self.folder / "term"
         try:
-            term = int(path.read_text())
+            number, _, proof = path.read_text().strip().partition(" ")
+            found = int(number), bytes.fromhex(proof)
         except FileNotFoundError:
-            return 0
+            return 0, b""
         except ValueError:
-            term = -1
-        if not 0 <= term < 2**32:
-            term = max((parse(raw).term for raw in self.raws), default=0)
+            found = -1, b""
+        if not (0 <= found[0] < 2**32 and len(found[1]) in (0, PROOF)):
+            found = max((parse(raw).term for raw in self.raws), default=0), b""
             self.warning = "; ".join(
-                filter(None, (self.warning, f"{path} was damaged and is made again from the ledger: {term}"))
+                filter(
+                    None, (self.warning, f"{path} was damaged and is made again from the ledger: {found[0]}")
+                )
             )
-            self.store_term(term)
-        return term
+            self.store_term(*found)
+        return found
 
     def close(self) -> None:
         """Let go of the folder."""

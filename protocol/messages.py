@@ -56,6 +56,7 @@ class Hello(Message, frozen=True):
     digest: int  # D of the state this node's master is in
     term: int  # highest term ever answered
     units: tuple[Unit, ...]  # still running here
+    proof: bytes = b""  # of that term (`terms.py`)
 
 
 class Welcome(Message, frozen=True):
@@ -67,6 +68,7 @@ class Welcome(Message, frozen=True):
     term: int
     height: int
     tip: bytes
+    proof: bytes  # that the coordinator's key took the term (`terms.py`)
 
 
 class Refuse(Message, frozen=True):
@@ -173,6 +175,14 @@ class CoordBeat(Message, frozen=True):
     height: int
     tip: bytes
     units: tuple[Unit, ...]
+
+
+class Return(Message, frozen=True):
+    """coordinator -> node: your ledger leaves mine at `height`, where mine holds `entry`: go back there."""
+
+    term: int
+    height: int
+    entry: bytes
 
 
 class Bye(Message, frozen=True):
@@ -300,6 +310,7 @@ AnyMessage: TypeAlias = (
     | Bye
     | Enrol
     | Enrolled
+    | Return
     | BlobAsk
     | Blob
     | DigestAsk
@@ -353,4 +364,5 @@ SCHEMA: tuple[Rule, ...] = (
     Rule(29, Rederived, "node", 4 * _KB, ""),
     Rule(30, EvidenceAsk, "coordinator", 64, "Evidence"),
     Rule(31, Evidence, "node", 20 * _KB, ""),
+    Rule(50, Return, "coordinator", 8 * _MB, "NodeBeat"),
 )

@@ -31,12 +31,14 @@ from protocol.messages import (
     Kind,
     Message,
     Result,
+    Return,
     Rule,
     Unit,
     Welcome,
 )
 from protocol.peers import GRANT, MOST_ADDRESSES, MOST_DONORS, PartAsk, Snapshots
 from protocol.peers import SCHEMA as PEER_SCHEMA
+from protocol.terms import PROOF
 
 TABLE = (*SCHEMA, *PEER_SCHEMA)
 RULE_BY_TAG = {rule.tag: rule for rule in TABLE}
@@ -125,7 +127,7 @@ def decode(frame: bytes, sender: str) -> AnyMessage:
 
 def _entries(message: Message, change: Callable[[bytes], bytes]) -> Message:
     """The message with its ledger entries packed or unpacked; their hashes need not travel."""
-    if isinstance(message, Commit):
+    if isinstance(message, Commit | Return):
         return msgspec.structs.replace(message, entry=change(message.entry))
     if isinstance(message, Entries):
         return msgspec.structs.replace(message, entries=tuple(map(change, message.entries)))
@@ -169,11 +171,12 @@ _SIZES: dict[str, tuple[int, ...]] = {
     "evidence": (8,),
     "root": (HASH,),
     "key": (HASH,),
+    "proof": (0, PROOF),
     "digest": (HASH,),  # of a blob; the digests of masters are numbers
 }
 _SIZES_OF: dict[type[Message], dict[str, tuple[int, ...]]] = {
     Hello: {"run": (0, HASH), "tip": (0, HASH)},  # a newcomer knows neither run nor chain
-    Welcome: {"tip": (0, HASH)},
+    Welcome: {"tip": (0, HASH), "proof": (PROOF,)},
 }
 _LENGTHS = {"name": MAX_NAME, "backend": 64, "device": 200, "reason": MAX_REASON, "verdict": 100, "by": 200}
 _LENGTHS |= {"addresses": 120, "way": 16}

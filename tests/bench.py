@@ -24,7 +24,8 @@ from protocol.messages import (
     Welcome,
 )
 from protocol.seeds import member_seed
-from tests.desk import desk_lock, forge, key_of
+from protocol.terms import prove_term
+from tests.desk import NONCE, SIGNING_KEY, desk_lock, forge, key_of
 from tests.replica import Outcome
 
 E = TypeVar("E")
@@ -56,6 +57,12 @@ def unit_of(round: int = 0, member: int = 0) -> Unit:
     return Unit(round, Kind.MEMBER, member, 0, 3)
 
 
+def welcome_of(term: int, nonce: bytes, seed: bytes, height: int = 0, tip: bytes = b"") -> Welcome:
+    """A coordinator's Welcome with the proof of its term."""
+    proof = prove_term(LOCK.run_id, term, nonce, seed)
+    return Welcome(1, LOCK.run_id, LOCK.to_bytes(), term, height, tip, proof)
+
+
 class Bench:
     """A node's state and the effects of the last step."""
 
@@ -66,12 +73,13 @@ class Bench:
         term: int = 0,
         height: int = 0,
         digest: int = LOCK.digest,
+        proof: bytes = b"",
     ) -> None:
         self.state = node.new(LOCK, ABOUT)
         self.now = 10.0
         self.effects: tuple[events.Effect, ...] = ()
         raws = tuple(entry.raw for entry in held or [])
-        self.step(events.Started(self.now, term, raws, height, digest))
+        self.step(events.Started(self.now, term, raws, height, digest, proof))
 
     def step(self, event: events.Event) -> tuple[events.Effect, ...]:
         self.state, self.effects = node.step(self.state, event)
@@ -86,7 +94,7 @@ class Bench:
 
     def welcome(self, entries: list[Entry], term: int = 1) -> tuple[events.Effect, ...]:
         tip = entries[-1].hash
-        return self.hear(Welcome(1, LOCK.run_id, LOCK.to_bytes(), term, len(entries), tip))
+        return self.hear(welcome_of(term, NONCE, SIGNING_KEY, len(entries), tip))
 
     def join(self, entries: list[Entry]) -> None:
         """Welcomed, all entries fetched."""

@@ -51,6 +51,7 @@ def hello(lock: Lock, **changes: Any) -> Hello:
         "digest": lock.digest,
         "term": 0,
         "units": (),
+        "proof": b"",
     }
     return Hello(**{**fields, **changes})
 

@@ -32,6 +32,8 @@ class Disk:
     raws: list[bytes] = field(default_factory=list)
     term: int = 0
     enrolled: bool = False  # whether the invite's answer came
+    proof: bytes = b""
+    orphans: list[tuple[int, tuple[bytes, ...]]] = field(default_factory=list)  # (first height, entries)
 
 
 class SimNode(Actor):
@@ -179,10 +181,15 @@ class SimNode(Actor):
                 self._prove(entries, pieces)
             case ne.Store(first, raws):
                 self._store(first, raws)
-            case ne.StoreTerm(term):
+            case ne.Orphan(first, raws):
+                require(tuple(self.disk.raws[first:]) == raws, f"{self.name} orphans what it does not hold")
+                if not self.out_of_room():
+                    self.disk.orphans.append((first, raws))
+                    del self.disk.raws[first:]
+            case ne.StoreTerm(term, proof):
                 require(term > self.disk.term, "a term goes back")
                 if not self.out_of_room():
-                    self.disk.term = term
+                    self.disk.term, self.disk.proof = term, proof
             case ne.Note(kind, fields):
                 world.note(self.name, kind, fields)
             case ne.Stop(reason, code):

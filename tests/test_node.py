@@ -102,7 +102,7 @@ def test_refusals_stop_with_the_reason() -> None:
     assert bench.stop is not None and bench.stop.code == 1 and "not on the list" in bench.stop.reason
     other = desk_lock(members=12)
     bench = Bench()
-    bench.hear(Welcome(1, other.run_id, other.to_bytes(), 1, 1, b"t" * 32))
+    bench.hear(Welcome(1, other.run_id, other.to_bytes(), 1, 1, b"t" * 32, bytes(104)))
     assert bench.stop is not None and "another run" in bench.stop.reason
 
 
@@ -180,6 +180,7 @@ def test_one_unit_at_a_time_and_only_on_its_own_state() -> None:
 def test_an_assign_that_overtakes_the_ledger_waits() -> None:
     bench = Bench()
     entries = ledger()
+    bench.welcome(entries)
     bench.hear(Assign(unit_of(), entries[0].hash[:8], 15))
     bench.join(entries)
     assert [effect.unit for effect in bench.all(Evaluate)] == [unit_of()]

@@ -44,6 +44,7 @@ from protocol.messages import (
     Rehello,
     Release,
     Result,
+    Return,
     TensorDigests,
     Unit,
     Welcome,
@@ -76,10 +77,12 @@ def entry(reason: str = "done") -> bytes:
     ).raw
 
 
+PROOF = bytes(range(104))
 UNIT = Unit(12, Kind.MEMBER, 30, 0, 3)
 EXAMPLES: tuple[Message, ...] = (
-    Hello(1, 1, 1, b"r" * 32, "a", "cpu", "E", b"selftest", b"finger__", 9, b"t" * 32, 2**64 - 1, 3, (UNIT,)),
-    Welcome(1, b"r" * 32, b"{}", 3, 9, b"t" * 32),
+    Hello(1, 1, 1, b"r" * 32, "a", "cpu", "E", b"selftest", b"finger__", 9, b"t" * 32, 2**64 - 1, 3, (UNIT,),
+          PROOF),
+    Welcome(1, b"r" * 32, b"{}", 3, 9, b"t" * 32, PROOF),
     Refuse("two machines use one key"),
     Rehello(),
     Fetch(4, 100),
@@ -118,6 +121,7 @@ EXAMPLES: tuple[Message, ...] = (
     peers.PartAsk(b"R" * 32, 7, 2**18, 2**18),
     peers.PartData(b"R" * 32, 7, 2**18, b"weights"),
     peers.Sorry(b"R" * 32, "it is gone"),
+    Return(3, 7, entry()),
 )  # fmt: skip
 
 
@@ -152,8 +156,10 @@ STRATEGIES: dict[type[Message], st.SearchStrategy[Any]] = {
     Hello: st.builds(
         Hello, U32, U32, U32, st.one_of(B32, st.just(b"")), TEXT, TEXT, TEXT, B8, B8, U32,
         st.one_of(B32, st.just(b"")), U64, U32, st.lists(UNITS, max_size=4).map(tuple),
+        st.sampled_from([b"", PROOF]),
     ),
-    Welcome: st.builds(Welcome, U32, B32, st.binary(max_size=99), U32, U32, B32),
+    Welcome: st.builds(Welcome, U32, B32, st.binary(max_size=99), U32, U32, B32, st.just(PROOF)),
+    Return: st.builds(Return, U32, U32, RAW),
     Refuse: st.builds(Refuse, TEXT),
     Rehello: st.just(Rehello()),
     Fetch: st.builds(Fetch, U32, st.integers(1, MAX_ENTRIES)),
@@ -265,7 +271,7 @@ def test_limits_fit_the_largest_legal_messages() -> None:
     for message in (
         result,
         Hello(*[2**32 - 1] * 3, b"r" * 32, "é" * 64, "é" * 64, "é" * 200, b"s" * 8, b"f" * 8, 2**32 - 1,
-              b"t" * 32, 2**64 - 1, 2**32 - 1, (small,) * MAX_UNITS),
+              b"t" * 32, 2**64 - 1, 2**32 - 1, (small,) * MAX_UNITS, PROOF),
         NodeBeat(2**32 - 1, b"t" * 8, ((small, 1000),) * MAX_UNITS),
         CoordBeat(2**32 - 1, 2**32 - 1, b"t" * 8, (small,) * MAX_UNITS),
         Assign(small, b"p" * 8, 2**32 - 1),
