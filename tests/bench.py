@@ -79,7 +79,7 @@ class Bench:
         self.now = 10.0
         self.effects: tuple[events.Effect, ...] = ()
         raws = tuple(entry.raw for entry in held or [])
-        self.step(events.Started(self.now, term, raws, height, digest, proof))
+        self.step(events.Started(self.now, term, raws, height, digest, proof=proof))
 
     def step(self, event: events.Event) -> tuple[events.Effect, ...]:
         self.state, self.effects = node.step(self.state, event)

@@ -190,4 +190,5 @@ def started(node: SimNode) -> ne.Started:
         height,
         node.replica.digest,
         snapshots=node.larder.listed,
+        proof=disk.proof,
     )
