@@ -30,6 +30,7 @@ class Started(msgspec.Struct, frozen=True):
     nonce: bytes
     wall: float = 0.0  # unix seconds; only invites expire by them. 0: the shell has no such clock
     secret: bytes = b""
+    recover: str = ""  # a successor: "wait" until enough nodes have answered, "force" not to count them
 
 
 class Tick(msgspec.Struct, frozen=True):
@@ -124,6 +125,23 @@ class TermTaken(msgspec.Struct, frozen=True):
     nonce: bytes
 
 
+class TermSeen(msgspec.Struct, frozen=True):
+    """Another coordinator proved this term: the next start takes a higher one."""
+
+    term: int
+
+
+class Recovery(msgspec.Struct, frozen=True):
+    """A successor goes on from the first `height` entries, those behind them are dropped.
+
+    `open`: it has begun; before, it only waits. `key`: who signed the last of the entries.
+    """
+
+    open: bool
+    height: int
+    key: bytes
+
+
 class EntryAppended(msgspec.Struct, frozen=True):
     height: int
     raw: bytes
@@ -198,6 +216,8 @@ Record: TypeAlias = (
     | FaultFound
     | SecretTaken
     | AmendOrdered
+    | TermSeen
+    | Recovery
 )
 
 # ---------------------------------------------------------------- effects

@@ -24,8 +24,10 @@ from coordinator.events import (
     KeyAllowed,
     KeyRevoked,
     Record,
+    Recovery,
     ResultAccepted,
     SecretTaken,
+    TermSeen,
     TermTaken,
     UnitFailed,
 )
@@ -40,6 +42,7 @@ _MAX_ROUND = 2**63 - 1  # SQLite integers are signed; the record itself keeps th
 _TERM, _ENTRY, _RESULT, _FAILED, _INVITE, _ALLOWED, _REVOKED = range(7)
 _FAULT, _SECRET = 7, 8
 _AMEND = 14
+_TERM_SEEN, _RECOVERY = 10, 11
 _SCHEMA = (
     "CREATE TABLE record (seq INTEGER PRIMARY KEY, kind INTEGER NOT NULL, round INTEGER,"
     " crc INTEGER NOT NULL, body BLOB NOT NULL)",
@@ -76,6 +79,10 @@ def encode(record: Record) -> tuple[int, int | None, bytes]:
             return _SECRET, None, pack(secret)
         case AmendOrdered(first, alpha, sigma, members):
             return _AMEND, None, pack((first, alpha, sigma, members))
+        case TermSeen(term):
+            return _TERM_SEEN, None, pack(term)
+        case Recovery(open, height, key):
+            return _RECOVERY, None, pack((open, height, key))
 
 
 _TERM_READER = msgspec.msgpack.Decoder(tuple[int, bytes])
@@ -86,6 +93,8 @@ _INVITE_READER = msgspec.msgpack.Decoder(tuple[int, bytes, int, int])
 _ALLOWED_READER = msgspec.msgpack.Decoder(tuple[bytes, str, int])
 _REVOKED_READER = msgspec.msgpack.Decoder(tuple[bytes, str])
 _FAULT_READER = msgspec.msgpack.Decoder(tuple[bytes, int, str])
+_TERM_SEEN_READER = msgspec.msgpack.Decoder(int)
+_RECOVERY_READER = msgspec.msgpack.Decoder(tuple[bool, int, bytes])
 _SECRET_READER = msgspec.msgpack.Decoder(bytes)
 _AMEND_READER = msgspec.msgpack.Decoder(tuple[int, float | None, float | None, int | None])
 
@@ -112,6 +121,10 @@ def decode(kind: int, body: bytes) -> Record:
         return SecretTaken(_SECRET_READER.decode(body))
     if kind == _AMEND:
         return AmendOrdered(*_AMEND_READER.decode(body))
+    if kind == _TERM_SEEN:
+        return TermSeen(_TERM_SEEN_READER.decode(body))
+    if kind == _RECOVERY:
+        return Recovery(*_RECOVERY_READER.decode(body))
     raise ValueError(f"unknown kind {kind}")
 
 

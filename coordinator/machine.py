@@ -13,7 +13,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from coordinator import amend, disputes, donors, enrolment, membership, roster, rounds, work
+from coordinator import amend, disputes, donors, enrolment, membership, roster, rounds, succession, work
 from coordinator.events import (
     AmendAsked,
     Effect,
@@ -30,6 +30,7 @@ from coordinator.events import (
 from coordinator.membership import Node
 from coordinator.picture import status
 from coordinator.state import State, new, recall
+from coordinator.succession import next_term
 from coordinator.turn import Turn
 from protocol.entries import LockBody, public_key
 from protocol.messages import (
@@ -54,7 +55,7 @@ from protocol.messages import (
     Welcome,
 )
 
-__all__ = ["State", "fold", "new", "recall", "status", "step"]
+__all__ = ["State", "fold", "new", "next_term", "recall", "status", "step"]
 
 LINGER = 60.0  # seconds END is served at most to nodes that have not confirmed it
 LINGER_ALONE = 5.0  # and to nodes that might return, after a start on a run that has ended
@@ -121,12 +122,17 @@ def _on_started(turn: Turn, event: Started) -> None:
         return turn.stop(f"this folder holds run {recorded}, the plan is that of run {given}", 1)
     trusted = state.chain.trusted if state.chain.height else [bytes.fromhex(k) for k in state.lock.trusted]
     if public_key(state.key) not in trusted:
-        return turn.stop("the run does not trust this coordinator's signing key, nobody would follow it", 1)
+        return turn.stop(
+            f"the run does not trust this coordinator's signing key {public_key(state.key).hex()[:16]}, so "
+            "nobody would follow it: use one that the lock names in `trusted`, or amend the run to trust it",
+            1,
+        )
     if not state.chain.height:
         turn.append(LockBody(state.lock.to_bytes()))
     turn.round = replace(turn.round, opened=event.now)
     if turn.chain.ended:
         turn.set(ending=event.now)
+    succession.begin(turn, event.recover)
     work.close(turn)
 
 
@@ -148,6 +154,8 @@ def _on_ops(turn: Turn, event: OpsChanged) -> None:
 def _on_tick(turn: Turn) -> None:
     if turn.state.ending is not None:
         return _linger(turn, turn.state.ending)
+    if turn.state.lineage.waiting:
+        return succession.on_tick(turn)
     _expire(turn)
     turn.census()
     disputes.on_tick(turn)
@@ -196,6 +204,8 @@ def _on_message(turn: Turn, peer: bytes, message: Message) -> None:
         return _on_hello(turn, peer, message)
     if peer not in turn.allowed:
         return _refuse(turn, peer, "a stranger", "this key is not on the coordinator's list")
+    if isinstance(message, Entries):
+        return _on_entries(turn, peer, message)
     node = turn.nodes.get(peer)
     if node is None:
         return turn.send(peer, Rehello())
@@ -203,6 +213,8 @@ def _on_message(turn: Turn, peer: bytes, message: Message) -> None:
         return turn.send(peer, Bye(node.left))
     turn.set_node(replace(node, heard=turn.now))
     handler = _HANDLERS.get(type(message))
+    if turn.state.lineage.waiting and isinstance(message, Result | Failed):
+        return  # not before this successor begins; the node says it again
     if handler is not None:
         handler(turn, peer, message)
 
@@ -215,16 +227,22 @@ def _refuse(turn: Turn, peer: bytes, name: str, reason: str) -> None:
 
 def _on_hello(turn: Turn, peer: bytes, hello: Hello) -> None:
     """Admit or refuse. A newer Hello of a key supersedes what was known of it; its units stay its own."""
-    state, chain = turn.state, turn.chain
+    state = turn.state
     name = state.allowed.get(peer) or enrolment.label(hello.name, peer)
-    verdict = membership.admit(hello, chain, state.term, peer in state.allowed, state.selftest)
+    verdict = membership.admit(hello, state.lock, peer in state.allowed, state.selftest)
     if not verdict.ok:
         return _refuse(turn, peer, name, verdict.reason)
+    place = succession.place(turn, peer, name, hello)
+    if not place.ok:
+        return _refuse(turn, peer, name, place.reason) if place.reason else None
+    state, chain = turn.state, turn.chain  # it may have brought entries
     old = state.nodes.get(peer)
     if old is not None:
         turn.take_all(peer)
-    commits = membership.commits_below(chain, hello.height) if hello.digest else -1
+    known = hello.digest and place.astray is None
+    commits = membership.commits_below(chain, hello.height) if known else -1
     node = Node(peer, name, state.numbers.get(peer), hello, state.now, hello.height, hello.tip[:8], commits)
+    node = replace(node, astray=place.astray)
     if old is not None:
         node = replace(node, pace=old.pace, tally=old.tally, ms=old.ms)
     turn.set_node(node)
@@ -236,8 +254,10 @@ def _on_hello(turn: Turn, peer: bytes, hello: Hello) -> None:
             WIRE_VERSION, lock.run_id, lock.to_bytes(), state.term, chain.height, chain.tip, state.term_proof
         ),
     )
-    turn.note("membership", node=name, what="returned" if old else "joined", reason=verdict.reason)
-    if hello.digest:
+    turn.note("membership", node=name, what="returned" if old else "joined", reason=place.reason)
+    if place.astray is not None:
+        return succession.stray(turn, peer, hello.height)
+    if known:
         disputes.observe(turn, peer, commits, hello.digest)
     if turn.over:
         return
@@ -260,9 +280,9 @@ def _on_fetch(turn: Turn, peer: bytes, message: Fetch) -> None:
 
 
 def _on_applied(turn: Turn, peer: bytes, message: Applied) -> None:
-    node, chain = turn.nodes[peer], turn.chain
-    if not _same_branch(turn, node, message.height, message.tip):
+    if not _same_branch(turn, turn.nodes[peer], message.height, message.tip):
         return
+    node, chain = turn.nodes[peer], turn.chain
     commits = membership.commits_below(chain, message.height)
     height = max(node.height, message.height)
     turn.set_node(replace(node, height=height, applied=commits, ms=message.ms or node.ms))
@@ -278,13 +298,21 @@ def _on_applied(turn: Turn, peer: bytes, message: Applied) -> None:
 
 
 def _same_branch(turn: Turn, node: Node, height: int, tip: bytes) -> bool:
-    """Whether a node's ledger is a beginning of mine; if not, it is refused."""
-    entries = turn.chain.entries
-    if height == 0 or (height <= len(entries) and entries[height - 1].hash[:8] == tip):
-        return True
-    reason = f"this node's ledger differs from the coordinator's at entry {height - 1}"
-    _refuse(turn, node.key, node.name, reason)
-    return False
+    """Whether a node's ledger is a beginning of mine; if not, it is asked for or sent back."""
+    if not succession.holds(turn.chain, height, tip):
+        succession.stray(turn, node.key, height)
+        return False
+    if node.astray is not None:
+        succession.forget(turn, node.key)
+        turn.set_node(replace(turn.nodes[node.key], astray=None))
+        turn.note("membership", node=node.name, what="went back", reason=f"to entry {node.astray}")
+    return True
+
+
+def _on_entries(turn: Turn, peer: bytes, message: Entries) -> None:
+    reason = succession.on_entries(turn, peer, message)
+    if reason:
+        _refuse(turn, peer, turn.allowed[peer], reason)
 
 
 def _in_dispute(turn: Turn, peer: bytes, message: Message) -> None:
@@ -310,9 +338,9 @@ def _on_release(turn: Turn, peer: bytes, message: Release) -> None:
 
 
 def _on_beat(turn: Turn, peer: bytes, message: NodeBeat) -> None:
-    node = turn.nodes[peer]
-    if not _same_branch(turn, node, message.height, message.tip):
+    if not _same_branch(turn, turn.nodes[peer], message.height, message.tip):
         return
+    node = turn.nodes[peer]
     turn.set_node(replace(node, height=message.height, tip=message.tip))
     if not turn.over:
         work.reconcile(turn, peer, dict(message.units))

@@ -10,6 +10,7 @@ import msgspec
 
 from protocol.chain import Chain
 from protocol.entries import EntryKind
+from protocol.lock import Lock
 from protocol.messages import WIRE_VERSION, Hello, Kind, Unit
 
 SUSPECT_AFTER = 6.0  # seconds of silence: three missed heartbeats
@@ -70,6 +71,7 @@ class Node(msgspec.Struct, frozen=True):
     done: float = 0.0  # when it last finished a unit
     stalled: tuple[Unit, int] | None = None  # the unit that stood still, at this progress
     left: str = ""  # the reason it gave for leaving
+    astray: int | None = None  # entries its ledger shares with the chain before leaving it; None: all
     tally: Tally = Tally()
     why: str = ""  # the last decision about its work
     quarantined: str = ""  # why its results are not trusted
@@ -85,9 +87,8 @@ class Verdict(msgspec.Struct, frozen=True):
 # ---------------------------------------------------------------- admission
 
 
-def admit(hello: Hello, chain: Chain, term: int, allowed: bool, selftest: bytes) -> Verdict:
-    """Whether a Hello is welcome. `selftest`: what the pool's kernels answer, b"" while nobody has said."""
-    lock = chain.lock
+def admit(hello: Hello, lock: Lock, allowed: bool, selftest: bytes) -> Verdict:
+    """Whether a Hello is welcome, its ledger apart. `selftest`: what the pool's kernels answer, if known."""
     if not allowed:
         return Verdict(False, "this key is not on the coordinator's list: ask its operator to allow it")
     if not hello.wire_min <= WIRE_VERSION <= hello.wire_max:
@@ -108,27 +109,11 @@ def admit(hello: Hello, chain: Chain, term: int, allowed: bool, selftest: bytes)
             f"kernel {hello.backend!r} computes other bits than the pool (self-test {hello.selftest.hex()}, "
             f"the pool's is {selftest.hex()}): run `esnode doctor` there",
         )
-    return _position(hello, chain, term)
+    return Verdict(True, "welcome")
 
 
-def _position(hello: Hello, chain: Chain, term: int) -> Verdict:
-    """Whether the node's ledger is a beginning of this one."""
-    if hello.term > term:
-        return Verdict(
-            False,
-            f"this node has answered a coordinator of term {hello.term}, this one is of term {term}: an "
-            "older copy of the coordinator's folder is running",
-        )
-    if hello.height > chain.height:
-        return Verdict(
-            False,
-            f"this node holds {hello.height} entries, the coordinator only {chain.height}: the coordinator's "
-            "folder is an older copy",
-        )
-    if hello.height and chain.entries[hello.height - 1].hash != hello.tip:
-        return Verdict(
-            False, f"this node's ledger differs from the coordinator's at entry {hello.height - 1}"
-        )
+def base_fits(hello: Hello, chain: Chain) -> Verdict:
+    """Whether a node at the start of the run has its base model. Its ledger is a beginning of `chain`."""
     known = chain.digest_at(commits_below(chain, hello.height))
     if hello.digest and commits_below(chain, hello.height) == 0 and hello.digest != known:
         return Verdict(
@@ -161,6 +146,8 @@ def standing(node: Node, round: int, now: float) -> tuple[str, str]:
         return SUSPECT, f"silent for {silent:.0f} s"
     if node.number is None:
         return NEW, "waits for its roster entry"
+    if node.astray is not None:
+        return BEHIND, f"its ledger leaves the run's at entry {node.astray}: it goes back there"
     if node.applied < round - 1:
         if node.applied < 0:
             return BEHIND, f"it has not rebuilt its replica of round {round} yet"

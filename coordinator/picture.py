@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec.structs import asdict
 
-from coordinator import claims, donors, enrolment, membership, rounds
+from coordinator import claims, donors, enrolment, membership, rounds, succession
 from coordinator.membership import READY, Node
 from coordinator.state import State
 from protocol.messages import Kind, Unit
@@ -45,6 +45,7 @@ def status(state: State) -> dict[str, Any]:
         "counters": dict(sorted(state.counters.items())),
         "refusals": list(state.refusals),
         "decisions": [[_seconds(state.now - at), words] for at, words in state.decisions],
+        "succession": succession.picture(state),
         "guests": enrolment.picture(state.guests, state.wall),
     }
 
@@ -55,6 +56,8 @@ def _state(state: State) -> tuple[str, str]:
         return "stopped", state.stopped
     if state.ending is not None or state.chain.ended:
         return "ended", f"all {state.chain.round} rounds are committed"
+    if state.lineage.waiting:
+        return "recovering", succession.answered(state).reason
     if state.round is None:
         return "starting", "the ledger is empty"
     stands = [membership.standing(node, state.round.number, state.now) for node in state.nodes.values()]

@@ -24,7 +24,7 @@ from typing import Any
 
 import zmq
 
-from coordinator import amend, greeting, machine, reach
+from coordinator import amend, greeting, heir, machine, reach
 from coordinator.admin import Admin
 from coordinator.blobs import Shelf
 from coordinator.events import (
@@ -34,12 +34,12 @@ from coordinator.events import (
     OpsChanged,
     Persist,
     Received,
+    Recovery,
     RelayOpened,
     Send,
     Started,
     Stop,
     StopRequested,
-    TermTaken,
     Tick,
 )
 from coordinator.gate import BindError, Gate
@@ -54,7 +54,6 @@ from protocol import logfile
 from protocol.entries import EntryKind, parse
 from protocol.errors import UserError
 from protocol.keys import curve_public
-from protocol.ledger import LedgerError, LedgerFile
 from protocol.messages import Ack, Assign, Result, Unit
 
 TICK_SECONDS = 0.25
@@ -78,18 +77,24 @@ class Server:
         scrape: Scrape | None = None,
         advertise: Sequence[str] = (),
         relay: str = "",
+        recover: Path | None = None,
+        force: bool = False,
     ) -> None:
         """Recall the journal and listen.
 
         `scrape`: the port for Prometheus, closed by `close`; `advertise`: addresses for invites, see
-        `reach.advertised`; `relay`: where the relay shall listen, "" for none.
+        `reach.advertised`; `relay`: where the relay shall listen, "" for none; `recover`: the ledger that a
+        successor begins with, `force`: it does not count who has answered.
         """
         self._setup = setup
         self._scrape = scrape
         self._log = log
         self._born = time.monotonic()
         self._journal = Journal(setup.folder / "coordinator" / "journal.sqlite", setup.lock.run_id)
-        self._state, self._term = self._recall()
+        self._recover = ("force" if force else "wait") if recover is not None else ""
+        if recover is not None:
+            heir.prepare(self._journal, recover)
+        self._state = self._recall()
         self._outputs = Outputs(setup.folder, log)
         self._context: zmq.Context[Any] = zmq.Context()
         self._gate = Gate(self._context, None if plain else setup.curve_secret, self._state.guests)
@@ -116,20 +121,18 @@ class Server:
 
     # ------------------------------------------------------------ start
 
-    def _recall(self) -> tuple[machine.State, int]:
-        """State and highest term of the journal; the ledger file is brought to the journal's chain."""
+    def _recall(self) -> machine.State:
+        """State of the journal; the ledger file is brought to the journal's chain."""
         state = machine.new(self._setup.lock, self._setup.ops, self._setup.signing_seed, self._setup.roster)
-        term, raws = 0, []
+        cut = False
         for record in self._journal.replay():
+            cut = cut or isinstance(record, Recovery)
             state = machine.recall(state, record)
-            raws += entries_of((record,))
-            if isinstance(record, TermTaken):
-                term = max(term, record.term)
-        self._ledger = LedgerFile(self._setup.ledger_path)
-        added = self._ledger.repair_from(raws)
+        raws = [entry.raw for entry in state.chain.entries]
+        self._ledger, added = heir.open_file(self._setup.ledger_path, raws, cut)
         if added or self._ledger.cut:
             self._log.info("ledger file completed from the journal: %d entries added", added)
-        return state, term
+        return state
 
     def _bind(self, bind: str) -> str:
         """Listen, preferring the port of the last start when any will do: nodes are still trying that one."""
@@ -152,7 +155,8 @@ class Server:
         publish_address(self._setup.folder, self.address)
         self._log.info("serving run %s on %s", self._setup.lock.run_id.hex()[:12], self.address)
         now = time.monotonic()
-        self._process([Started(now, self._term + 1, os.urandom(8), time.time(), os.urandom(32))])
+        term, entropy = machine.next_term(self._state), os.urandom(40)
+        self._process([Started(now, term, entropy[:8], time.time(), entropy[8:], self._recover)])
         made = [self._orders.invite() for _ in range(invites if self._stopped is None else 0)]
         greeting.show(made, self._setup.folder, self.address)
         next_tick = now
@@ -197,7 +201,7 @@ class Server:
         self._journal.append(records)
         self._state = state
         raws = entries_of(records)
-        self._extend_ledger(raws)
+        self._ledger = heir.extend(self._ledger, records)
         for event, effects in zip(events, caused, strict=True):
             self._perform(event, effects)
         self._outputs.flush()
@@ -205,16 +209,6 @@ class Server:
             self._gate.admit(self._state.guests)
         for raw in raws:
             self._prune(raw)
-
-    def _extend_ledger(self, raws: Sequence[bytes]) -> None:
-        if not raws:
-            return
-        try:
-            self._ledger.append(*raws)
-        except OSError as error:  # the journal has them: the next start completes the file
-            raise LedgerError(
-                f"cannot write {self._ledger.path}: {error.strerror}. Free some space and start again"
-            ) from error
 
     def _perform(self, event: Event, effects: Sequence[Effect]) -> None:
         acked = 0
@@ -345,6 +339,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="where nodes that cannot dial each other exchange snapshots; off: nowhere; "
         "default: any port of --bind's host, unless that is loopback",
     )
+    parser.add_argument(
+        "--recover-from", type=Path, metavar="LEDGER", help="be the successor of a coordinator that is lost"
+    )
+    parser.add_argument("--force", action="store_true", help="a successor does not count who has answered")
     parser.add_argument("--metrics", metavar="[HOST:]PORT", help="serve numbers for Prometheus there")
     options = parser.parse_args(arguments)
     log: logging.Logger | None = None
@@ -377,6 +375,8 @@ def _serve(setup: Setup, options: argparse.Namespace, log: logging.Logger) -> in
         scrape=scrape,
         advertise=options.advertise,
         relay=relay_bind(options.relay, options.bind),
+        recover=options.recover_from,
+        force=options.force,
     )
 
     def stop(number: int, _frame: Any) -> None:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from protocol import keys, plan
-from protocol.entries import public_key
 from protocol.errors import UserError
 from protocol.lock import LockError, lock_from_bytes
 from protocol.plan import Lock, Ops
@@ -50,11 +49,6 @@ class Setup:
         plan_path = folder / "plan.toml"
         ops = plan.parse(_read(plan_path, "it sets the number of rounds").decode("utf-8", "replace")).ops
         seed = keys.read_signing(inner / "signing.key")
-        if public_key(seed).hex() not in lock.trusted:
-            raise SetupError(
-                f"{inner / 'signing.key'} is not among the keys this run's lock trusts; use the key of the "
-                "user who locked the plan"
-            )
         secret = keys.new_curve_file(inner / "curve.key")
         replace_file(inner / PUBLIC_KEY, keys.curve_public(secret).hex() + "\n")
         return cls(

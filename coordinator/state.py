@@ -22,11 +22,14 @@ from coordinator.events import (
     KeyAllowed,
     KeyRevoked,
     Record,
+    Recovery,
     ResultAccepted,
     SecretTaken,
+    TermSeen,
     TermTaken,
 )
 from coordinator.leases import Pool
+from coordinator.lineage import Lineage
 from coordinator.membership import Node
 from coordinator.peers import Peer
 from coordinator.rounds import Round
@@ -63,6 +66,7 @@ class State(msgspec.Struct, frozen=True):
     term: int = 0
     nonce: bytes = b""
     term_proof: bytes = b""  # that this key took the term
+    lineage: Lineage = Lineage()  # other histories of this run
     now: float = 0.0
     wall: float = 0.0  # unix seconds as of the last tick; 0 when the shell does not say
     slip: float = 0.0  # seconds the shell's clock has jumped back
@@ -165,6 +169,11 @@ def recall(state: State, record: Record) -> State:
         return replace(state, secret=record.secret)
     if isinstance(record, AmendOrdered):
         return replace(state, orders=(*state.orders, record))
+    if isinstance(record, TermSeen):
+        seen = max(state.lineage.seen, record.term)
+        return replace(state, lineage=replace(state.lineage, seen=seen))
+    if isinstance(record, Recovery):
+        return _succeed(state, record)
     round = state.round
     if round is None:
         return state
@@ -173,6 +182,21 @@ def recall(state: State, record: Record) -> State:
         assert state.round is not None
         return replace(state, round=rounds.fill(state.round, record.evaluator, record.result))
     return replace(state, round=rounds.fail(round, record.evaluator, record.unit, record.reason))
+
+
+def _succeed(state: State, record: Recovery) -> State:
+    """A successor waits on a beginning of the chain, or begins."""
+    lineage = replace(state.lineage, waiting=not record.open)
+    if record.open:
+        lineage = replace(lineage, recovered=(*lineage.recovered, (record.height, record.key)))
+    entries = state.chain.entries[: record.height]
+    if record.height < state.chain.height:
+        nodes = {key: replace(node, number=None, leases=()) for key, node in state.nodes.items()}
+        state = replace(state, chain=Chain(), round=None, digest=None, witness="", proof=Proof())
+        state = replace(state, numbers={}, history=(), scores=(), nodes=nodes)
+        for entry in entries:
+            state = adopt(state, entry)
+    return replace(state, lineage=lineage)
 
 
 def learn(state: State, digest: int, witness: str) -> State:

@@ -141,7 +141,8 @@ class Turn:
     @property
     def over(self) -> bool:
         """No more work is handed out."""
-        return bool(self._state.stopped) or self._state.ending is not None
+        state = self._state
+        return bool(state.stopped) or state.ending is not None or state.lineage.waiting
 
     def set_clock(self, clock: float) -> None:
         """Time never goes back: after a clock that jumps back it goes on from where it was."""

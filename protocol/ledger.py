@@ -223,7 +223,8 @@ class LedgerFile:
             if height >= len(entries) or entries[height] != raw:
                 raise LedgerError(
                     f"{self.path} holds entry {height} which this run's journal lacks: the journal is older "
-                    "or of another run. Restore the right journal, or move the ledger file away"
+                    "or of another run. Restore the right journal, let a successor go on with `esnode "
+                    f"coordinator serve --recover-from {self.path}`, or train on in a new run: `esnode fork`"
                 )
         missing = entries[len(self.entries) :]
         if missing:

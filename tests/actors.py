@@ -121,6 +121,7 @@ class SimCoordinator(Actor):
         super().__init__(world, name)
         self.key = key or world.signing_key
         self.journal: list[ce.Record] = []
+        self.recover = ""  # a successor waits, or is forced
         self.inbox: list[ce.Event] = []
         self.state = self._empty()
         self.crash_when: Callable[[Sequence[ce.Record]], CrashPoint | None] = lambda records: None
@@ -139,7 +140,8 @@ class SimCoordinator(Actor):
         self.inbox = []
         self.state = self.recall()
         nonce = self.world.random.randbytes(8)
-        self._process([ce.Started(self.clock, self.state.term + 1, nonce, self.wall)])
+        term = machine.next_term(self.state)
+        self._process([ce.Started(self.clock, term, nonce, self.wall, recover=self.recover)])
 
     def kill(self) -> None:
         if self.up:

@@ -75,8 +75,6 @@ def test_hello_is_welcomed_and_the_roster_entry_admits() -> None:
         ({"law": 2}, "noise law"),
         ({"run": b"r" * 32}, "works for run"),
         ({"digest": 5}, "base model"),
-        ({"height": 9, "tip": b"t" * 32}, "only 2"),
-        ({"height": 1, "tip": b"t" * 32}, "differs from the coordinator's at entry 0"),
         ({"term": 7}, "term 7"),
         ({"selftest": b"otherbit"}, "other bits"),
     ],

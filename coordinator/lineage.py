@@ -1,0 +1,56 @@
+"""What a coordinator knows of other histories of its run: terms, branches of nodes, what was left behind.
+
+Pure values. Decided over in `succession.py`, kept in the state by `state.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from protocol.chain import Chain
+
+
+class Question(msgspec.Struct, frozen=True):
+    """Entries asked of a node whose ledger is none of mine: from `first` on, to `height` in the end."""
+
+    first: int
+    back: int  # how far to step back when `first` does not continue mine
+    height: int
+    at: float  # when the last Fetch left
+    branch: Chain | None = None  # what came so far, verified, behind the common beginning
+
+
+class Orphaned(msgspec.Struct, frozen=True):
+    """Entries that some node held and that this run went on without."""
+
+    name: str
+    first: int
+    last: int
+    rounds: tuple[int, ...]
+    term: int
+    tip: bytes
+
+
+class Lineage(msgspec.Struct, frozen=True):
+    """Other histories, as far as this coordinator has met them."""
+
+    seen: int = 0  # the highest term anybody proved
+    waiting: bool = False  # a successor that has not opened its first round
+    force: bool = False  # it does not count who has answered
+    since: float = 0.0  # when it began to wait, in this process
+    recovered: tuple[tuple[int, bytes], ...] = ()  # (height gone on from, signing key before) per succession
+    questions: Mapping[bytes, Question] = {}  # CURVE key -> what is asked of it
+    branches: Mapping[bytes, Chain] = {}  # CURVE key -> its ledger, where that is no beginning of mine
+    orphaned: tuple[Orphaned, ...] = ()
+
+    @property
+    def heirs_of(self) -> frozenset[bytes]:
+        """Signing keys of the coordinators this one went on from."""
+        return frozenset(key for _, key in self.recovered)
+
+    @property
+    def roots(self) -> int:
+        """Up to this height a branch of others may part from mine: a succession decided about it. 0: none."""
+        return max((height for height, _ in self.recovered), default=0)

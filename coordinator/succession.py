@@ -1,0 +1,368 @@
+"""Terms, other histories of the run, and the successor of a lost coordinator (docs/succession.md).
+
+Pure. Lives here: what a Hello says about terms and branches, the questions to a node whose ledger is none of
+mine, adopting what is ahead, sending back what is on a dead branch, and when a successor may begin. Each
+function takes the `Turn` of the step it is part of. Called by `machine.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from coordinator import membership
+from coordinator.events import EntryAppended, Recovery, TermSeen, TermTaken
+from coordinator.lineage import Orphaned, Question
+from coordinator.membership import Verdict
+from coordinator.state import State, adopt, recall
+from coordinator.turn import Turn
+from protocol.chain import BrokenChain, Chain
+from protocol.entries import GENESIS, CommitBody, EntryKind, MalformedEntry, parse, public_key, signed_by
+from protocol.messages import Commit, Entries, Fetch, Hello, Rehello, Return
+from protocol.terms import Claim, common, read_proof, signed_twice, stronger
+
+LAST_COMMITS = 8  # the recent work whose evaluators a successor waits for
+FORCED_AFTER = 10.0  # seconds a forced successor gives nodes to show what they hold
+ASK_AGAIN = 1.0
+ASK_COUNT = 256
+KEPT_ORPHANED = 50
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where a node's ledger stands. `astray`: entries it shares with mine before it leaves it; None: all."""
+
+    ok: bool
+    reason: str  # "" for a node that is neither welcome nor refused yet
+    astray: int | None = None
+
+
+UNCLEAR = Place(False, "")
+
+
+def next_term(state: State) -> int:
+    """A number above any this coordinator has seen."""
+    return max(state.term, state.chain.term, state.lineage.seen) + 1
+
+
+def begin(turn: Turn, how: str) -> None:
+    """At the start of a process: a successor begins to wait, or goes on waiting. `how`: "wait" or "force"."""
+    lineage = turn.state.lineage
+    if how and not lineage.waiting and not lineage.recovered:
+        _record(turn, Recovery(False, turn.chain.height, _signer(turn.chain)))
+    if turn.state.lineage.waiting:
+        _set(turn, force=how == "force", since=turn.now)
+        turn.note("succession", what="waits", reason=answered(turn.state).reason)
+
+
+# ---------------------------------------------------------------- a node's Hello
+
+
+def place(turn: Turn, peer: bytes, name: str, hello: Hello) -> Place:
+    """Whether a node's terms and ledger go with mine, after adopting what is ahead."""
+    branch = turn.state.lineage.branches.get(peer)
+    heeded = _heed_term(turn, name, hello, branch)
+    if heeded is not None:
+        return heeded
+    if holds(turn.chain, hello.height, hello.tip):
+        forget(turn, peer)
+        verdict = membership.base_fits(hello, turn.chain)
+        return Place(verdict.ok, verdict.reason)
+    if branch is None or branch.tip != hello.tip:
+        ask(turn, peer, hello.height)
+        return UNCLEAR
+    return _judge(turn, peer, name, branch)
+
+
+def holds(chain: Chain, height: int, tip: bytes) -> bool:
+    """Whether the first `height` entries end with this hash (or its beginning)."""
+    return height == 0 or (height <= chain.height and chain.entries[height - 1].hash.startswith(tip))
+
+
+def _heed_term(turn: Turn, name: str, hello: Hello, branch: Chain | None) -> Place | None:
+    """None when the highest term this node answered lies below mine, is mine, or mine now lies above it."""
+    state, chain = turn.state, turn.chain
+    if hello.term < state.term:
+        return None
+    claim = read_proof(state.lock.run_id, hello.term, hello.proof)
+    mine = Claim(state.term, public_key(state.key), state.nonce)
+    if claim == mine:
+        return None
+    trusted = {*chain.trusted, *(branch.trusted if branch is not None else ())}
+    if claim is None or claim.key not in trusted:
+        if hello.height > chain.height and branch is None:
+            return None  # its ledger may tell why that key is trusted
+        return Place(
+            False,
+            f"this node has answered a coordinator of term {hello.term}, this one is of term {state.term}, "
+            "and it cannot prove that the run trusts that one",
+        )
+    if claim.key == mine.key or claim.key in _before_me(state):
+        _take_above(turn, claim.number)
+        return None
+    if claim.number == state.term and not state.lineage.waiting:
+        _take_above(turn, claim.number)  # a successor that never began: this one is at work
+        return None
+    _yield_to(turn, claim, name)
+    return UNCLEAR
+
+
+def _before_me(state: State) -> frozenset[bytes]:
+    """Signing keys of coordinators this one comes after, whose later terms it may take over."""
+    before = state.lineage.heirs_of
+    return before | {_signer(state.chain)} if state.lineage.waiting else before
+
+
+def _take_above(turn: Turn, number: int) -> None:
+    """Take a term above `number`: it was taken by an older or newer copy of my folder, or before me."""
+    turn.persist(record := TermTaken(number + 1, turn.state.nonce))
+    turn.state = recall(turn.state, record)
+    turn.note("succession", what="takes a term", term=number + 1, reason=f"term {number} was answered before")
+
+
+def _yield_to(turn: Turn, claim: Claim, name: str) -> None:
+    _record(turn, TermSeen(claim.number))
+    turn.stop(
+        f"another coordinator has taken {claim}: {name} answered it, this one is of term {turn.state.term}. "
+        "Let that one work; to take over from it, stop it and start this one again",
+        1,
+    )
+
+
+# ---------------------------------------------------------------- what a node holds beyond mine
+
+
+def ask(turn: Turn, peer: bytes, height: int) -> None:
+    """Ask a node for the entries by which its ledger of `height` entries differs from mine."""
+    question = turn.state.lineage.questions.get(peer)
+    if question is None or height > question.height or question.first > turn.chain.height:
+        first = min(turn.chain.height, height - 1)
+        question = Question(first, 1, height, float("-inf"))
+    if turn.now - question.at >= ASK_AGAIN:
+        _send_question(turn, peer, question)
+
+
+def _send_question(turn: Turn, peer: bytes, question: Question) -> None:
+    first = question.branch.height if question.branch is not None else question.first
+    turn.send(peer, Fetch(first, ASK_COUNT))
+    _put(turn, "questions", peer, replace(question, at=turn.now))
+
+
+def on_entries(turn: Turn, peer: bytes, message: Entries) -> str:
+    """Part of a node's ledger. Returns why the node is refused, "" if it is not."""
+    question = turn.state.lineage.questions.get(peer)
+    if question is None or not message.entries:
+        return ""
+    try:
+        entries = [parse(raw) for raw in message.entries]
+        branch = question.branch
+        if branch is None:
+            if message.first != question.first or question.first > turn.chain.height:
+                return ""
+            before = turn.chain.entries[question.first - 1].hash if question.first else GENESIS
+            if entries[0].parent != before:
+                _step_back(turn, peer, question)
+                return ""
+            branch = _prefix(turn.chain, question.first)
+        elif message.first != branch.height:
+            return ""
+        else:
+            branch = branch.copy()
+        for entry in entries:
+            branch.append(entry)
+    except (MalformedEntry, BrokenChain) as error:
+        _put(turn, "questions", peer, None)
+        return f"this node's ledger holds an entry that may not follow the others: {error}"
+    if branch.height < question.height:
+        _send_question(turn, peer, replace(question, branch=branch))
+        return ""
+    _put(turn, "questions", peer, None)
+    _put(turn, "branches", peer, branch)
+    turn.send(peer, Rehello())  # its next Hello is judged by what it holds
+    return ""
+
+
+def _step_back(turn: Turn, peer: bytes, question: Question) -> None:
+    if question.first:
+        first = max(0, question.first - question.back)
+        _send_question(turn, peer, replace(question, first=first, back=4 * question.back))
+
+
+def _prefix(chain: Chain, height: int) -> Chain:
+    return chain.copy() if height == chain.height else Chain(chain.entries[:height])
+
+
+def _judge(turn: Turn, peer: bytes, name: str, branch: Chain) -> Place:
+    """A verified ledger that is no beginning of mine: ahead of it, or parted from it."""
+    chain = turn.chain
+    shared = common(chain, branch)
+    twice = next(filter(None, (signed_twice(chain, entry) for entry in branch.entries[shared:])), "")
+    if twice:
+        turn.stop(f"{name}: {twice}", 1)
+        return UNCLEAR
+    if turn.state.lineage.waiting:
+        return _weigh(turn, peer, name, branch, shared)
+    if shared == chain.height:
+        return _extend(turn, peer, name, branch, shared)
+    if shared <= turn.state.lineage.roots:
+        _name_orphans(turn, name, branch, shared)
+        return Place(True, f"its ledger leaves the run's at entry {shared}: it goes back there", shared)
+    ours, theirs = chain.entries[shared], branch.entries[shared]
+    turn.stop(
+        f"two copies of this coordinator went separate ways at entry {shared}: {theirs.hash.hex()[:16]} of "
+        f"term {theirs.term}, held by {name}, and {ours.hash.hex()[:16]} of term {ours.term} here. Choose by "
+        "starting a successor on an empty folder: `esnode coordinator serve --recover-from LEDGER`",
+        1,
+    )
+    return UNCLEAR
+
+
+def _extend(turn: Turn, peer: bytes, name: str, branch: Chain, shared: int) -> Place:
+    """The node is ahead of me: adopt it, unless another key took a later term."""
+    signer = _signer(branch)
+    if branch.term > turn.state.term and signer not in {public_key(turn.state.key), *_before_me(turn.state)}:
+        _yield_to(turn, Claim(branch.term, signer, branch.entries[-1].nonce), name)
+        return UNCLEAR
+    _adopt(turn, name, branch, shared)
+    forget(turn, peer)
+    return Place(True, "welcome")
+
+
+def _adopt(turn: Turn, name: str, branch: Chain, start: int) -> None:
+    """Take a node's entries from `start` on into my chain, dropping the open round if one closes it."""
+    if branch.term >= turn.state.term:
+        _take_above(turn, branch.term)
+    for height, entry in enumerate(branch.entries[start:], start):
+        turn.persist(EntryAppended(height, entry.raw))
+        turn.state = adopt(turn.state, entry)
+        turn.broadcast(Commit(height, entry.raw))
+    turn.round = replace(turn.round, opened=turn.now)
+    turn.note("succession", what="adopted", node=name, first=start, last=branch.height - 1, term=branch.term)
+    if turn.chain.ended:
+        turn.set(ending=turn.now)
+
+
+def forget(turn: Turn, peer: bytes) -> None:
+    """The node's ledger is a beginning of mine again."""
+    for what in ("questions", "branches"):
+        if peer in getattr(turn.state.lineage, what):
+            _put(turn, what, peer, None)
+
+
+def stray(turn: Turn, peer: bytes, height: int) -> None:
+    """A node at work here names a tip that is not in my chain: tell it the way back, or ask."""
+    node = turn.nodes[peer]
+    if node.astray is None or node.astray >= turn.chain.height:
+        return ask(turn, peer, height)
+    turn.send(peer, Return(turn.state.term, node.astray, turn.chain.entries[node.astray].raw))
+
+
+# ---------------------------------------------------------------- a successor
+
+
+def _weigh(turn: Turn, peer: bytes, name: str, branch: Chain, shared: int) -> Place:
+    """A successor goes on from the strongest chain that anybody showed; the others wait until it begins."""
+    if not stronger(branch, turn.chain):
+        return UNCLEAR  # it has answered; where it goes is decided at the beginning
+    if shared < turn.chain.height:
+        _name_orphans(turn, "the ledger held so far", turn.chain, shared)
+        turn.set(nodes={})  # where they stand has to be found out again
+        _record(turn, Recovery(False, shared, _signer(turn.chain)))
+    _adopt(turn, name, branch, shared)
+    forget(turn, peer)
+    return Place(True, "welcome")
+
+
+def on_tick(turn: Turn) -> None:
+    """Begin as soon as those who did more than half of the recent work have answered."""
+    verdict, lineage = answered(turn.state), turn.state.lineage
+    forced = lineage.force and turn.now - lineage.since >= FORCED_AFTER
+    if not verdict.ok and not forced:
+        return
+    _record(turn, Recovery(True, turn.chain.height, _signer(turn.chain)))
+    turn.round = replace(turn.round, opened=turn.now)
+    turn.note("succession", what="begins", height=turn.chain.height, reason=verdict.reason, forced=forced)
+    for key, branch in turn.state.lineage.branches.items():
+        name = turn.state.allowed.get(key, key.hex()[:8])
+        _name_orphans(turn, name, branch, common(turn.chain, branch))
+
+
+def answered(state: State) -> Verdict:
+    """Whether those who evaluated more than half of the members of the last commits have shown their tips."""
+    chain = state.chain
+    there = {*state.nodes, *state.lineage.branches}
+    numbers = {number for key, number in state.numbers.items() if key in there}
+    bodies = [entry.body for entry in chain.commits[-LAST_COMMITS:]]
+    rows = [row.evaluator for body in bodies if isinstance(body, CommitBody) for row in body.members]
+    what = f"members of the last {len(bodies)} commits"
+    if not rows:
+        rows, what = list(state.numbers.values()), "nodes of the roster"
+    if not rows:
+        return Verdict(bool(there), "nobody has worked for this run yet" if there else "no node has answered")
+    known = sum(number in numbers for number in rows)
+    missing = sorted({chain.roster[n][1] if n in chain.roster else f"number {n}" for n in {*rows} - numbers})
+    words = f"nodes that answered stand for {known} of {len(rows)} {what}, more than half is needed"
+    return Verdict(2 * known > len(rows), words + (f"; not heard: {', '.join(missing)}" if missing else ""))
+
+
+# ---------------------------------------------------------------- words
+
+
+def _name_orphans(turn: Turn, name: str, branch: Chain, shared: int) -> None:
+    """Say, once, which entries this run goes on without."""
+    left = branch.entries[shared:]
+    if not left or any(o.tip == branch.tip and o.name == name for o in turn.state.lineage.orphaned):
+        return
+    rounds = tuple(entry.round for entry in left if entry.kind is EntryKind.COMMIT)
+    found = Orphaned(name, shared, branch.height - 1, rounds, branch.term, branch.tip)
+    _set(turn, orphaned=(*turn.state.lineage.orphaned, found)[-KEPT_ORPHANED:])
+    turn.note(
+        "succession",
+        what="leaves behind",
+        node=name,
+        first=shared,
+        last=found.last,
+        rounds=list(rounds),
+        term=branch.term,
+        tip=branch.tip.hex(),
+    )
+
+
+def picture(state: State) -> dict[str, Any]:
+    """The section of the status."""
+    lineage = state.lineage
+    names = state.allowed
+    return {
+        "key": public_key(state.key).hex(),
+        "waiting": answered(state).reason if lineage.waiting else "",
+        "recovered_at": [height for height, _ in lineage.recovered],
+        "other_branches": {names.get(key, key.hex()[:8]): c.height for key, c in lineage.branches.items()},
+        "left_behind": [
+            {"node": o.name, "first": o.first, "last": o.last, "rounds": list(o.rounds), "term": o.term}
+            for o in lineage.orphaned
+        ],
+    }
+
+
+# ---------------------------------------------------------------- small parts
+
+
+def _signer(chain: Chain) -> bytes:
+    """The key that signed the chain's last entry."""
+    entry = chain.entries[-1]
+    return signed_by(entry, (*chain.trusted, *(bytes.fromhex(key) for key in chain.lock.trusted))) or b""
+
+
+def _record(turn: Turn, record: Recovery | TermSeen) -> None:
+    turn.persist(record)
+    turn.state = recall(turn.state, record)
+
+
+def _set(turn: Turn, **changes: Any) -> None:
+    turn.set(lineage=replace(turn.state.lineage, **changes))
+
+
+def _put(turn: Turn, what: str, peer: bytes, value: Question | Chain | None) -> None:
+    held = {key: kept for key, kept in getattr(turn.state.lineage, what).items() if key != peer}
+    _set(turn, **{what: held if value is None else {**held, peer: value}})
