@@ -43,6 +43,7 @@ class Relay:
         self._rate = rate
         self._free = 0.0  # when all that was carried is paid for
         self._accounts = Accounts()
+        self._mute = False  # the disk's refusal is told once
         self._strangers = 0
         self._routes: dict[bytes, bytes] = {}  # key -> the connection that spoke last
         self._context: zmq.Context[Any] = zmq.Context()
@@ -151,8 +152,13 @@ class Relay:
         }
         path = self._folder / FILE
         draft = path.with_name(FILE + ".new")
-        draft.write_text(json.dumps(shown))
-        os.replace(draft, path)
+        try:
+            draft.write_text(json.dumps(shown))
+            os.replace(draft, path)
+        except OSError as error:  # a full disk is the server's to end for; what is forwarded needs none
+            if not self._mute:
+                sys.stderr.write(f"the relay cannot write {path}: {error.strerror}\n")
+            self._mute = True
 
 
 def _router(context: zmq.Context[Any], secret: bytes) -> zmq.Socket[Any]:
@@ -205,10 +211,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (UserError, zmq.ZMQError, ValueError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
-    sys.stdout.write(json.dumps({"address": relay.address}) + "\n")
-    sys.stdout.flush()
     try:
+        sys.stdout.write(json.dumps({"address": relay.address}) + "\n")
+        sys.stdout.flush()
         relay.serve()
+    except BrokenPipeError:  # the server was killed while this process started
+        os._exit(0)  # not even Python's own last flush has anybody to write to
     finally:
         relay.close()
     return 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -90,6 +92,39 @@ def units_of(processes: Processes, name: str) -> list[str]:
     """Labels of the units a node holds; [] while no round is under way or other units than members'."""
     nodes = [node for node in processes.status().get("nodes", []) if node["name"] == name]
     return [label for node in nodes for label, _ in node["units"] if label.startswith("member")]
+
+
+def test_a_relay_whose_server_is_killed_while_it_starts(tmp_path: Path) -> None:
+    """Nobody reads its address any more: it ends without a word. A full disk does not end it."""
+    make_folder(tmp_path, rounds=10**6)
+    (tmp_path / "coordinator" / "relay.json.new").mkdir()  # stands in for a disk that takes nothing
+    words = [
+        sys.executable,
+        "-m",
+        "coordinator.relay",
+        "--data",
+        str(tmp_path),
+        "--bind",
+        "tcp://127.0.0.1:0",
+    ]
+    with Processes(tmp_path) as processes:
+        processes.coordinator()
+        wait_for(processes.status)
+        for reader_gone in (True, False):
+            relay = subprocess.Popen(
+                words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            )
+            assert relay.stdin and relay.stdout and relay.stderr
+            if reader_gone:
+                relay.stdout.close()
+            else:
+                assert b"tcp://127.0.0.1" in relay.stdout.readline()
+                time.sleep(2.5)
+                assert relay.poll() is None
+                relay.stdin.close()
+            assert relay.wait(20) == 0
+            said = relay.stderr.read().decode()
+            assert "Traceback" not in said and said.count("cannot write") == (not reader_gone)
 
 
 def test_nodes_whose_clocks_are_a_day_off(tmp_path: Path) -> None:
