@@ -29,49 +29,16 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # run from a checkout without installing
 
-from esnode import locking
+from esnode import bench
 from esnode.doctor import hardware
 from esnode.engines import transformers_engine
 from esnode.engines.interface import Sampling
 from esnode.engines.transformers_engine import TransformersEngine
 from esnode.prompts import Prepared
-from esnode.worker import Outcome, Worker
 from protocol import plan as planning
-from protocol.entries import CommitBody, Entry, MemberReward, public_key, seal
 from protocol.lock import Lock
-from protocol.messages import Kind, Unit
-from protocol.seeds import member_seed, prompts_of_round
+from protocol.seeds import prompts_of_round
 from protocol.template import template
-
-KEY = bytes(range(32))  # signs a commit that no ledger will hold
-
-
-def commit(lock: Lock, rewards: Sequence[float]) -> Entry:
-    """Round 0 of a whole population."""
-    members = tuple(
-        MemberReward(index, member_seed(lock.run_id, 0, index, lock.mirrored), reward, 1)
-        for index, reward in enumerate(rewards)
-    )
-    body = CommitBody(lock.alpha_at(0), lock.sigma_at(0), members)
-    return seal(body, parent=bytes(32), term=1, nonce=bytes(8), round=0, digest=lock.digest, key=KEY)
-
-
-def seconds(work: Callable[[], Any]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
-
-
-def shares(lock: Lock, outcomes: Sequence[Outcome], update: float) -> dict[str, float]:
-    """Seconds of one round of the lock's population on one node, from the median member."""
-    perturb, engine, score = (
-        lock.members * median(outcome.times[k] for outcome in outcomes) / 1000 for k in range(3)
-    )
-    total = perturb + engine + score + update
-    found = {"perturb": perturb, "engine": engine, "score": score, "update": update, "total": total}
-    return {name: round(value, 4) for name, value in found.items()} | {
-        "other_share": round(1 - engine / total, 4)
-    }
 
 
 def beside_plain(
@@ -145,30 +112,19 @@ def forwarding(
 
 
 def measure(task: str, model: str, threads: int, members: int, repeats: int) -> dict[str, Any]:
-    lock, data, folder = locking.resolve(
-        planning.parse(template(task, model)), trusted=[public_key(KEY).hex()]
+    found = bench.measure(
+        planning.parse(template(task, model)), transformers_engine.load, members, threads=threads
     )
-    prepared = locking.prepare(lock, folder.path, data)
-    scorer = locking.scorer(lock, data)
-    engine = transformers_engine.load(lock, folder.path, threads=threads)
-    worker = Worker(lock, engine, prepared, scorer)
-    last = lock.chunk_count(Kind.MEMBER) - 1
-    outcomes = [
-        worker.evaluate(Unit(0, Kind.MEMBER, member, 0, last)) for member in range(min(members, lock.members))
-    ]
-    if scorer is not None:
-        scorer.close()
-    plain = beside_plain(engine, lock, prepared, repeats)
-    span = lock.reward_high - lock.reward_low
-    rewards = [lock.reward_low + span * (index + 1) / (lock.members + 1) for index in range(lock.members)]
-    update = seconds(lambda: engine.apply([commit(lock, rewards)]))
+    engine, lock = found.engine, found.lock
+    assert isinstance(engine, TransformersEngine)
+    plain = beside_plain(engine, lock, found.prepared, repeats)
     return {
         "task": task,
         "model": lock.model,
         "members": lock.members,
         "prompts": lock.per_round,
         "threads": threads,
-        "round": shares(lock, outcomes, update),
+        "round": found.shares,
         "tokens_per_second": plain,
         "kernel": engine.backend,
         "processor": hardware()["processor"],

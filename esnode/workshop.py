@@ -143,7 +143,7 @@ def load(options: Options, lock: Lock) -> Workshop:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     kernels = pick(device, options.backend, options.threads)  # the self-test comes before the big allocation
     selftest = selftest_digest(kernels, device)
-    engine = _engine_loader(options.engine)(
+    engine = engine_loader(options.engine)(
         lock,
         model.path,
         threads=options.threads,
@@ -163,7 +163,7 @@ def load(options: Options, lock: Lock) -> Workshop:
     return Workshop(engine, worker, scorer, about, checkpoints, rederiver, ancestors)
 
 
-def _engine_loader(name: str) -> Callable[..., ReplicaEngine]:
+def engine_loader(name: str) -> Callable[..., ReplicaEngine]:
     """The `load` of an engine; vLLM's is imported only when asked for."""
     if name == "vllm":
         from esnode.engines import vllm_engine

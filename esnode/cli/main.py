@@ -52,6 +52,7 @@ VERBS: dict[str, Verb] = {
     "export": Verb("esnode.cli.ledger", "export", LEDGER, "Write any round as a Hugging Face folder."),
     "evaluate": Verb("esnode.cli.evaluate", "evaluate", LEDGER, "Score a model or a ledger on a task."),
     "fork": Verb("esnode.cli.ledger", "fork", LEDGER, "Start a new run from any round of another."),
+    "bench": Verb("esnode.cli.bench", "bench", HERE, "Measure where a node's time goes."),
     "doctor": Verb("esnode.cli.doctor", "doctor", HERE, "Check hardware, versions and kernels."),
     "coordinator": Verb("esnode.cli.coordinator", "coordinator", MANY, "Serve a run to other machines."),
     "invite": Verb("esnode.cli.nodes", "invite", MANY, "Make an invite for one more machine."),

@@ -1,0 +1,70 @@
+"""The commands that measure this machine: bench node."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+
+@click.group()
+def bench() -> None:
+    """Measure this machine at a run's work."""
+
+
+@bench.command()
+@click.option("--plan", type=click.Path(path_type=Path, dir_okay=False, exists=True), help="A plan file.")
+@click.option("--task", default="short-answers", show_default=True, help="Without a plan: the task.")
+@click.option("--model", default="demo", show_default=True, help="Without a plan: the model.")
+@click.option(
+    "--members", type=click.IntRange(min=1), default=4, show_default=True, help="Members to measure."
+)
+@click.option("--threads", type=click.IntRange(min=1), metavar="T", help="CPU threads [default: all].")
+@click.option(
+    "--engine", type=click.Choice(["transformers", "vllm"]), default="transformers", show_default=True
+)
+@click.option("--code", type=click.Path(path_type=Path, file_okay=False), help="Folder of a python: task.")
+@click.option(
+    "--trace", type=click.Path(path_type=Path, dir_okay=False), help="Write a timeline for Perfetto."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def node(
+    plan: Path | None,
+    task: str,
+    model: str,
+    members: int,
+    threads: int | None,
+    engine: str,
+    code: Path | None,
+    trace: Path | None,
+    as_json: bool,
+) -> None:
+    """Show where this node's time would go: generating, perturbing, scoring, updating.
+
+    Some members of the plan's first round are measured, then its update, and worked out for the whole round
+    on this node alone. What is not `engine` is overhead of the algorithm.
+
+    \b
+    Examples:
+      esnode bench node
+      esnode bench node --plan plan.toml --trace trace.json      then open it at https://ui.perfetto.dev
+    """
+    from esnode import bench as measuring
+    from esnode.daemon import limit_threads
+    from esnode.nodeoptions import cores
+
+    limit_threads(threads or cores())
+    from esnode.workshop import engine_loader
+
+    chosen = measuring.read_plan(plan, task, model)
+    found = measuring.measure(chosen, engine_loader(engine), members, threads=threads, code=code)
+    if trace is not None:
+        measuring.write_trace(found, trace)
+    if as_json:
+        click.echo(json.dumps({"task": found.lock.task, "model": found.lock.model, "round": found.shares}))
+        return
+    for line in measuring.words(found):
+        click.echo(line)
+    if trace is not None:
+        click.echo(f"  timeline: {trace}, open it at https://ui.perfetto.dev")
