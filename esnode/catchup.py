@@ -207,7 +207,7 @@ def _on_fetched(turn: Turn, event: Fetched) -> None:
     _hold(turn, Held(event.round, event.root, event.size, event.entry))
     if turn.state.catch is None:
         return
-    turn.set(catch=None)
+    turn.set(catch=None, catch_later=turn.state.now + LATER)
     if turn.state.rounds < event.round:
         turn.rewind()
     _tell(turn, "snapshot loaded", event.words)

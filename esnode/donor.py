@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import sys
@@ -33,13 +34,14 @@ from protocol.messages import Entries, Fetch, Message
 from protocol.peers import SLICE, Head, HeadAsk, PartAsk, PartData, Sorry
 from protocol.rolls import Rolls
 
-HIGH_WATER = 16  # messages queued per peer: the rest waits in our own queue, within its grant
+HIGH_WATER = 64  # messages queued per peer: the rest waits in our own queue, within its grant
 MOST_OWED = 32 * 1024 * 1024  # bytes one peer may have asked for
 MOST_ROUTES = 64
 ENTRIES_BYTES = 128 * 1024
 IDLE_SECONDS = 60.0  # a file nobody asks for is closed then, and its disk space is free
 NICE = 15
-TURN_SLICES = 8
+TURN_SLICES = 64
+BLOCKED_SECONDS = 0.002  # until libzmq's queues are tried again
 MAX_ASK = 4096
 
 Route: TypeAlias = tuple[str, bytes]  # ("direct", routing id) or ("relay", key)
@@ -96,6 +98,7 @@ class Donor:
         self._free = 0.0
         self._queues: dict[Route, Queue] = {}
         self.served = 0  # bytes of snapshots
+        self._blocked = False  # nobody who is owed something could take it
         self._context: zmq.Context[Any] = zmq.Context()
         self._zap = self._context.socket(zmq.REP)
         self._zap.linger = 0
@@ -115,8 +118,8 @@ class Donor:
         while True:
             now = time.monotonic()
             busy = any(queue.jobs for queue in self._queues.values())
-            wait = min(max(self._free - now, 0.0), 0.5) if busy else 0.5
-            if not self._listen(max(wait, 0.002)):
+            wait = max(self._free - now, BLOCKED_SECONDS if self._blocked else 0.0) if busy else 0.5
+            if not self._listen(min(wait, 0.5)):
                 return
             now = time.monotonic()
             self._greet_relay(now)
@@ -132,7 +135,7 @@ class Donor:
         for what in (self._router, self._zap, sys.stdin.fileno(), self._relay):
             if what is not None:
                 poller.register(what, zmq.POLLIN)
-        ready = dict(poller.poll(int(wait * 1000) + 1))
+        ready = dict(poller.poll(math.ceil(wait * 1000)))
         if sys.stdin.fileno() in ready and not self._orders():
             return False
         self._answer_zap()
@@ -223,6 +226,7 @@ class Donor:
                 if queue.jobs and self._send_one(route, queue, now):
                     moved = True
                     now = time.monotonic()
+            self._blocked = not moved
             if not moved:
                 return
 

@@ -15,6 +15,8 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +33,10 @@ from protocol.messages import Message
 from protocol.peers import SLICE, Head, HeadAsk, PartAsk, PartData, Sorry
 
 TICK_SECONDS = 0.05
+CHECK_SECONDS = 0.002  # while a part is being hashed
 TELL_SECONDS = 0.5
 MEASURED_SECONDS = 1.0  # of transfer, or
 MEASURED_BYTES = 32 * 1024 * 1024  # of it, until a rate is told
-NICE = 5
 
 
 class Receiver:
@@ -59,6 +61,8 @@ class Receiver:
         self._state = transfer.new(tuple(self._lines), time.monotonic())
         self._head = bytearray()
         self._buffers: dict[tuple[bytes, int], bytearray] = {}
+        self._hasher = ThreadPoolExecutor(1)
+        self._checks: dict[tuple[bytes, int], Future[bool]] = {}
         self._manifest: Manifest | None = None
         self._file = -1
         self._began = time.monotonic()
@@ -77,6 +81,7 @@ class Receiver:
             now = time.monotonic()
             self._meet(now)
             self._hear()
+            self._hear_checks()
             self._step(transfer.Tick(now))
             self._tell(now)
         if self._finished:
@@ -85,6 +90,7 @@ class Receiver:
         return self._keep()
 
     def close(self) -> None:
+        self._hasher.shutdown(cancel_futures=True)
         for line in self._lines.values():
             line.close()
         if self._relay is not None:
@@ -101,7 +107,8 @@ class Receiver:
             sockets += self._relay.sockets
         for one in sockets:
             poller.register(one, zmq.POLLIN)
-        ready = dict(poller.poll(int(TICK_SECONDS * 1000)))
+        wait = CHECK_SECONDS if self._checks else TICK_SECONDS
+        ready = dict(poller.poll(int(wait * 1000)))
         if sys.stdin.fileno() in ready and not os.read(sys.stdin.fileno(), 4096):
             sys.exit(0)  # the daemon is gone, or has changed its mind: what was checked stays on the disk
 
@@ -217,10 +224,22 @@ class Receiver:
         if len(buffer) < size or (key, message.part) not in self._buffers:
             return
         del self._buffers[key, message.part]
-        good = snapshot.hash_of(buffer) == self._manifest.hashes[message.part]
+        place = self._manifest.data_start + first
+        check = partial(self._check, buffer, self._manifest.hashes[message.part], place)
+        self._checks[key, message.part] = self._hasher.submit(check)
+
+    def _check(self, part: bytearray, expected: bytes, place: int) -> bool:
+        """Hash a whole part and, if it is good, write it; beside the sockets, both leave the interpreter."""
+        good = snapshot.hash_of(part) == expected
         if good:
-            snapshot.write_at(self._file, memoryview(buffer), self._manifest.data_start + first)
-        self._step(transfer.Checked(time.monotonic(), key, message.part, good))
+            snapshot.write_at(self._file, memoryview(part), place)
+        return good
+
+    def _hear_checks(self) -> None:
+        for name, check in list(self._checks.items()):
+            if check.done():
+                del self._checks[name]
+                self._step(transfer.Checked(time.monotonic(), *name, check.result()))
 
     # ------------------------------------------------------------ what the transfer wants
 
@@ -298,7 +317,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, required=True, help="the node's folder")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the daemon's: it closes our stdin
-    os.nice(NICE)
     receiver = Receiver(options.folder, json.loads(_first_line()))
     try:
         return 0 if receiver.run() else 1

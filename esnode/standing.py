@@ -68,7 +68,7 @@ def words(status: Mapping[str, Any]) -> Group:
     parts: list[RenderableType] = [_head(status)]
     if status.get("nodes"):
         parts += [Text(), _nodes(status)]
-    door = list(_door(status))
+    door = [*_peers(status), *_door(status)]
     if door:
         table = _grid()
         for name, text in door:
@@ -136,6 +136,31 @@ def _nodes(status: Mapping[str, Any]) -> Table:
         ]
         table.add_row(Text(plain(node["name"])), state, *(Text(plain(cell)) for cell in cells))
     return table
+
+
+def _peers(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """How nodes reach each other for snapshots and why not directly, who serves and who catches up."""
+    snapshots = status.get("snapshots", {})
+    for name, peer in snapshots.get("peers", {}).items():
+        said = [
+            f"reached {peer['reached']}" if peer["addresses"] else "",
+            "snapshots of rounds " + ", ".join(map(str, peer["kept"])) if peer["kept"] else "",
+            f"serving {peer['serving']}" if peer["serving"] else "",
+            f"no donor: {peer['donor']}" if peer["donor"] != "yes" else "",
+            f"catching up by {peer['catching_up']}" if peer["catching_up"] else "",
+            *(f"{by} complains: {fault}" for by, fault in peer["faults"].items()),
+        ]
+        line = "; ".join(part for part in said if part)
+        if line:
+            yield f"peer {name}", line
+    for line in snapshots.get("disagreements", []):
+        yield "differ", line
+    relay = status.get("relay")
+    if relay:
+        carried = sum(peer["sent"] for peer in relay["peers"].values())
+        dropped = sum(sum(peer["dropped"].values()) for peer in relay["peers"].values())
+        text = f"{relay['address']}, {relay['connected']} connected, {carried / 1e6:.1f} MB carried"
+        yield "relay", text + f", {dropped} frames refused" * bool(dropped)
 
 
 def _door(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

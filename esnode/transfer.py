@@ -12,8 +12,8 @@ from typing import TypeAlias
 
 from protocol.peers import GRANT
 
-FIRST_WINDOW = 1 << 20  # bytes in flight from a donor that has not been measured
-SMALLEST_WINDOW, LARGEST_WINDOW = 1 << 19, 1 << 24
+FIRST_WINDOW = 1 << 22  # bytes in flight from a donor that has not been measured
+SMALLEST_WINDOW, LARGEST_WINDOW = 1 << 19, 1 << 25
 WINDOW_SECONDS = 1.0  # of a donor's measured rate are in flight
 MEASURE_EVERY = 0.25  # seconds between measurements of a donor's rate
 STALL_SECONDS = 6.0  # a donor that was asked and sends nothing for this long is given up

@@ -63,6 +63,11 @@ def key() -> None:
     help="Let a node of this machine in, with a key under DATA/nodes; may be repeated.",
 )
 @click.option("--metrics", metavar="[HOST:]PORT", help="Numbers for Prometheus there; loopback if no HOST.")
+@click.option(
+    "--relay",
+    metavar="tcp://HOST:PORT|off",
+    help="Where nodes that cannot dial each other exchange snapshots [default: any port of --bind's host].",
+)
 @click.option("--plain", is_flag=True, help="No encryption; for tests, on loopback only.")
 def serve(
     plan: Path | None,
@@ -75,6 +80,7 @@ def serve(
     code: Path | None,
     allow: tuple[str, ...],
     metrics: str | None,
+    relay: str | None,
     plain: bool,
 ) -> None:
     """Coordinate a run until its last round, then exit. Once it listens it prints an invite for one machine.
@@ -102,6 +108,7 @@ def serve(
     first = not (place.coordinator / "journal.sqlite").exists()
     words = ["--bind", bind, "--invites", str(int(first and not plain) if invites is None else invites)]
     words += ["--metrics", metrics] if metrics else []
+    words += ["--relay", relay] if relay else []
     for address in advertise:
         words += ["--advertise", address]
     serving.become(place, descriptor, [*words, *(["--plain"] if plain else [])])

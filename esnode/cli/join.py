@@ -26,6 +26,18 @@ import click
 )
 @click.option("--data", type=click.Path(path_type=Path, file_okay=False), help="Where joined runs are kept.")
 @click.option("--run", "run_", metavar="RUNID", help="A run joined before, by the beginning of its id.")
+@click.option(
+    "--peer-port",
+    type=click.IntRange(0, 65535),
+    metavar="PORT",
+    help="Port that serves snapshots to other nodes [default: any free one].",
+)
+@click.option(
+    "--catch-up",
+    type=click.Choice(["auto", "replay", "snapshot"]),
+    default="auto",
+    help="How to get to the run's round [default: what is quicker].",
+)
 @click.option("--loader", hidden=True, help="MODULE:FUNCTION that builds the engine.")
 def join(
     invite: tuple[str, ...],
@@ -37,6 +49,8 @@ def join(
     task_code: Path | None,
     data: Path | None,
     run_: str | None,
+    peer_port: int | None,
+    catch_up: str,
     loader: str | None,
 ) -> None:
     """Work for the run that INVITE lets this machine into, until it ends.
@@ -44,7 +58,8 @@ def join(
     INVITE is the text that `esnode invite` printed, a file that holds it, or - for standard input. Without
     one, a run joined before goes on. Keys, ledger and task data are kept in --data (or $ESNODE_DATA, by
     default ~/.local/share/esnode), so the same command always goes on where it stopped. Ctrl-C or SIGTERM
-    hands the work back and exits within seconds. Only outgoing connections are made.
+    hands the work back and exits within seconds. Outgoing connections are all it takes; other nodes of the
+    run may fetch snapshots here, directly where they can dial this machine and else through the relay.
 
     \b
     Examples:
@@ -67,6 +82,7 @@ def join(
     ready = joining.prepare(request, _say)
     words = [*ready.words, *(["--threads", str(threads)] if threads else [])]
     words += ["--engine", engine] if engine else []
+    words += ["--catch-up", catch_up, *(["--peer-port", str(peer_port)] if peer_port is not None else [])]
     sys.exit(daemon.main([*words, *(["--loader", loader] if loader else [])]))
 
 
