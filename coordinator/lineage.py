@@ -18,6 +18,7 @@ class Question(msgspec.Struct, frozen=True):
     first: int
     back: int  # how far to step back when `first` does not continue mine
     height: int
+    since: float
     at: float  # when the last Fetch left
     branch: Chain | None = None  # what came so far, verified, behind the common beginning
 

@@ -268,6 +268,8 @@ def _on_hello(turn: Turn, peer: bytes, hello: Hello) -> None:
 
 
 def _on_fetch(turn: Turn, peer: bytes, message: Fetch) -> None:
+    if turn.nodes[peer].astray is not None:
+        return  # its entries are others': it has to go back first
     raws: list[bytes] = []
     size = 0
     for entry in turn.chain.entries[message.first : message.first + message.count]:

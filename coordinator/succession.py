@@ -13,7 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from coordinator import membership
-from coordinator.events import EntryAppended, Recovery, TermSeen, TermTaken
+from coordinator.events import EntryAppended, Recovery, Stop, TermSeen, TermTaken
 from coordinator.lineage import Orphaned, Question
 from coordinator.membership import Verdict
 from coordinator.state import State, adopt, recall
@@ -25,6 +25,8 @@ from protocol.terms import Claim, common, read_proof, signed_twice, stronger
 
 LAST_COMMITS = 8  # the recent work whose evaluators a successor waits for
 FORCED_AFTER = 10.0  # seconds a forced successor gives nodes to show what they hold
+SETTLED_AFTER = 3.0  # a successor gives all that are about to connect a moment
+TOLD_WITHIN = 10.0  # a node that is ahead has shown its entries by then, or is not waited for
 ASK_AGAIN = 1.0
 ASK_COUNT = 256
 KEPT_ORPHANED = 50
@@ -101,8 +103,8 @@ def _heed_term(turn: Turn, name: str, hello: Hello, branch: Chain | None) -> Pla
     if claim.key == mine.key or claim.key in _before_me(state):
         _take_above(turn, claim.number)
         return None
-    if claim.number == state.term and not state.lineage.waiting:
-        _take_above(turn, claim.number)  # a successor that never began: this one is at work
+    if claim.number == state.term == chain.term:
+        _take_above(turn, claim.number)  # I have signed in this term; that one has not, or both must stop
         return None
     _yield_to(turn, claim, name)
     return UNCLEAR
@@ -122,12 +124,14 @@ def _take_above(turn: Turn, number: int) -> None:
 
 
 def _yield_to(turn: Turn, claim: Claim, name: str) -> None:
+    """Stop, without a Bye: the nodes go on looking for the other one."""
     _record(turn, TermSeen(claim.number))
-    turn.stop(
+    reason = (
         f"another coordinator has taken {claim}: {name} answered it, this one is of term {turn.state.term}. "
-        "Let that one work; to take over from it, stop it and start this one again",
-        1,
+        "Let that one work; to take over from it, stop it and start this one again"
     )
+    turn.effects.append(Stop(reason, 1))
+    turn.set(stopped=reason)
 
 
 # ---------------------------------------------------------------- what a node holds beyond mine
@@ -138,7 +142,7 @@ def ask(turn: Turn, peer: bytes, height: int) -> None:
     question = turn.state.lineage.questions.get(peer)
     if question is None or height > question.height or question.first > turn.chain.height:
         first = min(turn.chain.height, height - 1)
-        question = Question(first, 1, height, float("-inf"))
+        question = Question(first, 1, height, turn.now, float("-inf"))
     if turn.now - question.at >= ASK_AGAIN:
         _send_question(turn, peer, question)
 
@@ -219,9 +223,9 @@ def _judge(turn: Turn, peer: bytes, name: str, branch: Chain) -> Place:
 
 
 def _extend(turn: Turn, peer: bytes, name: str, branch: Chain, shared: int) -> Place:
-    """The node is ahead of me: adopt it, unless another key took a later term."""
+    """The node is ahead of me: adopt it, unless it was led on by a key that is neither mine nor before me."""
     signer = _signer(branch)
-    if branch.term > turn.state.term and signer not in {public_key(turn.state.key), *_before_me(turn.state)}:
+    if signer not in {public_key(turn.state.key), *_before_me(turn.state)}:
         _yield_to(turn, Claim(branch.term, signer, branch.entries[-1].nonce), name)
         return UNCLEAR
     _adopt(turn, name, branch, shared)
@@ -267,7 +271,7 @@ def _weigh(turn: Turn, peer: bytes, name: str, branch: Chain, shared: int) -> Pl
         return UNCLEAR  # it has answered; where it goes is decided at the beginning
     if shared < turn.chain.height:
         _name_orphans(turn, "the ledger held so far", turn.chain, shared)
-        turn.set(nodes={})  # where they stand has to be found out again
+        turn.state = replace(turn.state, nodes={})  # where they stand has to be found out again
         _record(turn, Recovery(False, shared, _signer(turn.chain)))
     _adopt(turn, name, branch, shared)
     forget(turn, peer)
@@ -277,8 +281,10 @@ def _weigh(turn: Turn, peer: bytes, name: str, branch: Chain, shared: int) -> Pl
 def on_tick(turn: Turn) -> None:
     """Begin as soon as those who did more than half of the recent work have answered."""
     verdict, lineage = answered(turn.state), turn.state.lineage
-    forced = lineage.force and turn.now - lineage.since >= FORCED_AFTER
-    if not verdict.ok and not forced:
+    waited = turn.now - lineage.since
+    forced = lineage.force and waited >= FORCED_AFTER
+    telling = any(turn.now - question.since < TOLD_WITHIN for question in lineage.questions.values())
+    if not forced and (not verdict.ok or telling or waited < SETTLED_AFTER):
         return
     _record(turn, Recovery(True, turn.chain.height, _signer(turn.chain)))
     turn.round = replace(turn.round, opened=turn.now)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from esnode.events import Orphan, Store
-from esnode.nodestate import Turn
+from esnode.nodestate import State, Turn
 from protocol.chain import BrokenChain, Chain
 from protocol.entries import EntryKind, MalformedEntry, parse
 from protocol.messages import Entries, Fetch, Message, Return
@@ -39,6 +39,17 @@ def look(turn: Turn, chain: Chain, height: int, raw: bytes) -> None:
         return
     if twice:
         turn.stop(twice, 1)
+
+
+def elsewhere(state: State, chain: Chain, raw: bytes) -> bool:
+    """Whether an entry that does not follow mine is that of a coordinator with a later term, on its branch.
+
+    It will say with `Return` where I have to go back to.
+    """
+    try:
+        return state.term > chain.term and parse(raw).parent != chain.tip
+    except MalformedEntry:
+        return False
 
 
 def on_return(turn: Turn, message: Return) -> None:

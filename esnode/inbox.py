@@ -175,6 +175,8 @@ def _take_entries(turn: Turn, first: int, raws: tuple[bytes, ...]) -> None:
             try:
                 chain.append(raw)
             except BrokenChain as error:
+                if branches.elsewhere(turn.state, chain, raw):
+                    return turn.note("ledger", reason=f"entry {height} is of another branch than mine")
                 turn.stop(f"the coordinator sent entry {height}, which may not follow: {error.reason}", 1)
         if turn.state.stopped:
             return

@@ -55,6 +55,9 @@ class Chain:
         for entry in entries:
             self.append(entry)
 
+    def __repr__(self) -> str:
+        return f"<chain of {self.height} entries up to {self.tip.hex()[:16]}>"
+
     def copy(self) -> Chain:
         """An independent chain with the same entries; entries themselves are shared, they are immutable."""
         twin = Chain()

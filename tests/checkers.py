@@ -82,7 +82,7 @@ class Checkers:
         if found is None:
             return
         require(found.height == height, f"entry {height} is shown behind entry {found.height - 1}")
-        legal = before is head or (self.recovering and head is not None and entry.term > head.entry.term)
+        legal = before is head or (self.recovering and head is not None and entry.term != head.entry.term)
         require(legal, f"two entries at height {height}: the chain forks")
         if isinstance(entry.body, CommitBody) and before is not None:
             self._commit(entry, entry.body, before)
@@ -150,7 +150,9 @@ class Checkers:
                 if effect.message.verdict == "ok":
                     self.promises.acknowledge(effect.message.unit)
             elif isinstance(effect, Send) and isinstance(effect.message, Assign):
-                unit, known = effect.message.unit, self.promises.of(effect.message.parent)
+                unit, parent = effect.message.unit, effect.message.parent
+                lost = any(state[:8] == parent for state in self.forgiven)
+                known = set() if lost else self.promises.of(parent)
                 require(
                     not cells_of(unit) <= known, f"{unit} is assigned although all of it was acknowledged"
                 )

@@ -45,6 +45,7 @@ def base() -> Weights:
 def make_lock(
     trusted: bytes,
     *,
+    heirs: tuple[bytes, ...] = (),
     members: int = 6,
     mirrored: bool = False,
     repeatable: bool = True,
@@ -76,7 +77,7 @@ def make_lock(
         per_round=per_round,
         chunk=chunk,
         max_new_tokens=1,
-        trusted=(trusted.hex(),),
+        trusted=(trusted.hex(), *(key.hex() for key in heirs)),
     )
 
 

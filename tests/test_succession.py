@@ -1,0 +1,299 @@
+"""Coordinators that are lost, copied, started twice or come back: what the run does, case by case."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import coordinator.events as ce
+import esnode.events as ne
+from protocol.entries import EntryKind, public_key
+from protocol.messages import Rehello
+from tests.actors import COORDINATOR, SimCoordinator
+from tests.world import World
+
+HEIR, OTHER = (hashlib.blake2b(name, digest_size=32).digest() for name in (b"heir", b"other"))
+FIRST = "node-0"
+
+
+def world_of(**options: Any) -> World:
+    """A run whose lock trusts two more signing keys."""
+    return World(
+        **{"heirs": (public_key(HEIR), public_key(OTHER)), "rounds": 6, "ops": {"eval_every": 0}, **options}
+    )
+
+
+def lose_coordinator(world: World) -> None:
+    """Its machine is gone, and the journal with it."""
+    world.coordinator.kill()
+    world.coordinator.stopped = ("lost", 0)
+    world.gone.add(COORDINATOR)
+
+
+def succeed(
+    world: World, raws: Sequence[bytes], name: str = "heir", key: bytes = HEIR, how: str = "wait"
+) -> SimCoordinator:
+    """`esnode coordinator serve --recover-from` on a ledger."""
+    heir = SimCoordinator(world, name, key)
+    heir.journal = [ce.EntryAppended(height, raw) for height, raw in enumerate(raws)]
+    heir.recover = how
+    world.coordinators[name] = world.coordinator = heir
+    forgive(world)
+    heir.start()
+    return heir
+
+
+def forgive(world: World) -> None:
+    """What a lost journal held of the open round goes with it; a branch may be left behind."""
+    world.checkers.recovering = True
+    world.checkers.forgiven |= {known.closing for known in world.checkers.tree.known.values()}
+
+
+def copy_of(world: World, original: SimCoordinator, name: str, records: int | None = None) -> SimCoordinator:
+    """A coordinator on a copy of another's folder, or on what the folder was some records ago."""
+    twin = SimCoordinator(world, name, original.key)
+    twin.journal = list(original.journal[:records])
+    world.coordinators[name] = twin
+    return twin
+
+
+def move(world: World, home: str, *names: str) -> None:
+    """These nodes connect to another coordinator, by a new invite."""
+    for name in names or world.nodes:
+        sim = world.nodes[name]
+        sim.home = home
+        if sim.up:
+            sim.step(ne.Received(sim.clock, Rehello()))
+
+
+def committed(world: World, round: int, limit: float = 200.0) -> None:
+    """Go on until so many rounds are committed by the coordinator in charge."""
+    while world.coordinator.state.chain.round < round:
+        assert world.now < limit, world.lines[-20:]
+        world.run(until=world.now + 0.05)
+
+
+def raws_of(world: World, name: str = FIRST) -> list[bytes]:
+    return list(world.nodes[name].disk.raws)
+
+
+def tips(world: World) -> set[bytes]:
+    return {sim.disk.raws[-1] for sim in world.nodes.values()}
+
+
+# ---------------------------------------------------------------- a successor
+
+
+def test_a_successor_goes_on_where_the_nodes_are() -> None:
+    world = world_of()
+    committed(world, 2)
+    lose_coordinator(world)
+    old = raws_of(world)[:3]  # the ledger somebody kept is older than what the nodes hold
+    heir = succeed(world, old)
+    assert heir.state.lineage.waiting
+    held = max(len(sim.disk.raws) for sim in world.nodes.values())
+    move(world, "heir")
+    world.run()
+    chain = heir.state.chain
+    assert chain.ended and chain.round == 6 and len(tips(world)) == 1
+    assert [entry.term for entry in chain.entries[:held]] == [1] * held, "nothing the nodes held is lost"
+    assert chain.term == 2 and not heir.state.lineage.orphaned
+
+
+def test_a_successor_waits_for_those_who_did_the_recent_work() -> None:
+    world = world_of(paces=(0.02, 1.0, 1.0))  # node-0 does nearly everything
+    committed(world, 3)
+    lose_coordinator(world)
+    heir = succeed(world, raws_of(world, "node-1"))
+    move(world, "heir", "node-1", "node-2")
+    world.run(until=world.now + 30)
+    assert heir.state.lineage.waiting and heir.state.chain.round == 3
+    status = world.status()
+    assert status["state"] == "recovering" and "not heard: node-0" in status["reason"]
+    move(world, "heir", "node-0")
+    world.run()
+    assert heir.state.chain.ended and len(tips(world)) == 1
+
+
+def test_force_does_not_count() -> None:
+    world = world_of(paces=(0.02, 1.0, 1.0))
+    committed(world, 3)
+    lose_coordinator(world)
+    world.nodes[FIRST].kill()
+    world.nodes[FIRST].stopped = ("gone", 0)
+    world.gone.add(FIRST)
+    heir = succeed(world, raws_of(world, "node-1"), how="force")
+    move(world, "heir", "node-1", "node-2")
+    world.run(until=world.now + 9)
+    assert heir.state.lineage.waiting
+    world.run()
+    assert heir.state.chain.ended
+
+
+def test_a_successor_that_is_killed_goes_on_waiting_or_working() -> None:
+    world = world_of()
+    committed(world, 2)
+    lose_coordinator(world)
+    heir = succeed(world, raws_of(world)[:3])
+    world.run(until=world.now + 1)
+    heir.kill()
+    world.start(heir, 0.5)
+    world.run(until=world.now + 2)
+    assert heir.state.lineage.waiting
+    move(world, "heir")
+    committed(world, 4)
+    heir.kill()
+    world.start(heir, 0.5)
+    world.run()
+    assert heir.state.chain.ended and not heir.state.lineage.waiting and heir.state.chain.term == 4
+
+
+# ---------------------------------------------------------------- dead branches
+
+
+def apart(world: World) -> tuple[SimCoordinator, SimCoordinator]:
+    """The old coordinator goes on with node-0, a successor begins with the others: (old, heir)."""
+    old = world.coordinator
+    committed(world, 2)
+    heir = succeed(world, raws_of(world, "node-1"))
+    move(world, "heir", "node-1", "node-2")
+    world.run(until=world.now + 30)
+    return old, heir
+
+
+def test_a_node_on_a_dead_branch_goes_back_and_the_entries_are_named() -> None:
+    world = (
+        world_of(rounds=30, paces=(0.3, 0.1, 0.1), apart=None)
+        if False
+        else world_of(rounds=30, paces=(0.3, 0.1, 0.1))
+    )
+    world.checkers.recovering = True
+    world.failing = True
+    old, heir = apart(world)
+    old.kill()
+    old.stopped = ("lost", 0)
+    root = heir.state.lineage.roots
+    orphaned = raws_of(world)[root:]
+    move(world, "heir", FIRST)
+    world.run(until=world.now + 10)
+    sim = world.nodes[FIRST]
+    assert sim.disk.orphans == [(root, tuple(orphaned))]
+    (named,) = [o for o in heir.state.lineage.orphaned if o.name == FIRST]
+    assert (named.first, named.last - named.first + 1) == (root, len(orphaned))
+    assert world.count("succession", what="leaves behind", node=FIRST) == 1
+    assert world.count("orphans", first=root) == 1
+    world.run()
+    assert heir.state.chain.ended and len(tips(world)) == 1
+
+
+def test_an_old_coordinator_that_comes_back_stops_when_it_meets_the_new_term() -> None:
+    world = world_of()
+    committed(world, 2)
+    old = world.coordinator
+    lose_coordinator(world)
+    heir = succeed(world, raws_of(world))
+    move(world, "heir")
+    committed(world, 3)
+    world.gone.discard(COORDINATOR)
+    world.failing = True
+    old.start()
+    move(world, COORDINATOR, FIRST)
+    world.run(until=world.now + 5)
+    assert old.stopped is not None and old.stopped[1] == 1
+    assert (
+        f"term 2 (key {public_key(HEIR).hex()[:16]}" in old.stopped[0] and "node-0 answered" in old.stopped[0]
+    )
+    move(world, "heir", FIRST)
+    world.run()
+    assert heir.state.chain.ended and len(tips(world)) == 1
+
+
+# ---------------------------------------------------------------- copies
+
+
+def test_an_old_copy_of_the_folder_adopts_what_its_nodes_hold() -> None:
+    world = world_of()
+    committed(world, 1)
+    records = len(world.coordinator.journal)
+    committed(world, 3)
+    old = world.coordinator
+    old.kill()
+    held = max((raws_of(world, name) for name in world.nodes), key=len)
+    old.journal = old.journal[:records]
+    forgive(world)
+    old.start()
+    world.run()
+    assert old.state.chain.ended and len(tips(world)) == 1
+    assert raws_of(world)[: len(held)] == held and old.state.chain.term == 2
+
+
+def test_a_cloned_folder_that_signs_the_same_round_stops_everything_and_prints_both() -> None:
+    world = world_of(rounds=30, nodes=4, paces=(0.1,))
+    committed(world, 2)
+    first = world.coordinator
+    first.kill()
+    clone = copy_of(world, first, "clone")
+    forgive(world)
+    world.failing = True
+    first.start()
+    clone.start()
+    world.checkers.honest = False  # the observer knows one history only
+    world.checkers.durable = lambda *_: None  # type: ignore[method-assign]
+    world.checkers._shown = lambda *_: None  # type: ignore[method-assign]
+    world.checkers.stored = lambda *_: None  # type: ignore[method-assign]
+    assert first.state.term == clone.state.term and first.state.nonce != clone.state.nonce
+    for sim in list(world.nodes.values())[:2]:
+        move(world, "clone", sim.name)
+    world.run(until=world.now + 10)
+    move(world, COORDINATOR, "node-0")
+    world.run(until=world.now + 5)
+    assert first.stopped is not None and first.stopped[1] == 1
+    words = first.stopped[0]
+    assert "signed two histories" in words
+    assert first.state.nonce.hex() in words and clone.state.nonce.hex() in words
+    assert public_key(world.signing_key).hex()[:16] in words
+
+
+def test_of_two_successors_at_most_one_begins() -> None:
+    world = world_of(nodes=4, rounds=80, paces=(0.1,))
+    committed(world, 2)
+    lose_coordinator(world)
+    ledger = raws_of(world)
+    one = succeed(world, ledger, "one", HEIR)
+    two = succeed(world, ledger, "two", OTHER)
+    world.failing = True
+    move(world, "one", "node-0", "node-1", "node-2")
+    move(world, "two", "node-3")
+    world.coordinator = one
+    world.run(until=world.now + 20)
+    assert one.state.chain.round > 2 and two.state.lineage.waiting
+    move(world, "two", "node-0")
+    world.run(until=world.now + 5)
+    assert two.stopped is not None and f"key {public_key(HEIR).hex()[:16]}" in two.stopped[0]
+    move(world, "one", "node-0", "node-3")
+    world.run()
+    assert one.state.chain.ended and len(tips(world)) == 1
+
+
+def test_sybils_that_hide_the_newest_commits_do_not_count_for_more_than_their_work() -> None:
+    world = world_of(paces=(0.02, 2.0, 2.0))  # node-0 is honest and does the work, the others are one person
+    committed(world, 4)
+    lose_coordinator(world)
+    for name in ("node-1", "node-2"):  # they claim to hold an old beginning only
+        sim = world.nodes[name]
+        sim.kill()
+        sim.disk.raws = sim.disk.raws[:4]
+    ledger = raws_of(world)[:4]
+    world.run(until=world.now + 1)
+    heir = succeed(world, ledger)
+    for name in ("node-1", "node-2"):
+        world.nodes[name].start()
+    move(world, "heir", "node-1", "node-2")
+    world.run(until=world.now + 30)
+    assert heir.state.lineage.waiting, "two of three nodes are not more than half of the work"
+    held = raws_of(world)
+    move(world, "heir", FIRST)
+    world.run()
+    assert raws_of(world, "node-1")[: len(held)] == held and heir.state.chain.ended
+    assert sum(entry.kind is EntryKind.COMMIT for entry in heir.state.chain.entries) == 6
