@@ -46,8 +46,8 @@ def observe(turn: Turn, key: bytes, commits: int, digest: int) -> None:
     if proof.words.get(key) != digest:
         since = proof.since if proof.words else turn.now
         turn.set(proof=replace(proof, words={**proof.words, key: digest}, since=since))
-    elif turn.digest == digest and proof.dispute is None:
-        return
+    if turn.digest == digest and proof.dispute is None:
+        return  # one more who says what is settled: nothing to look through a thousand words for
     settle(turn)
 
 

@@ -84,7 +84,11 @@ def _accept(turn: Turn, peer: bytes, result: Result) -> None:
     unit, node = result.unit, turn.nodes[peer]
     assert node.number is not None
     turn.persist(ResultAccepted(node.number, result))
-    if turn.proof.measured.get(node.number) != result.digest:
+    before = turn.proof.measured.get(node.number)
+    if before is None:
+        measured = {**turn.proof.measured, node.number: result.digest}
+        turn.set(proof=replace(turn.proof, measured=measured))
+    elif before != result.digest:
         turn.state = measure(turn.state, node.number, result.digest)
     held, kept = membership.without(node.leases, unit)
     turn.round = round = rounds.fill(turn.round, node.number, result, int(held is not None))
