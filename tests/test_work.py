@@ -20,9 +20,9 @@ from protocol.messages import (
     Commit,
     CoordBeat,
     Failed,
+    Fetch,
     Kind,
     NodeBeat,
-    Refuse,
     Release,
     Unit,
 )
@@ -316,8 +316,8 @@ def test_a_beat_repairs_both_ways() -> None:
     assert [cancel.unit for cancel in desk.sent(Cancel, "a")] == [first], "its member is in"
 
 
-def test_a_beat_from_another_branch_is_refused() -> None:
+def test_a_beat_from_another_branch_is_asked_for_its_entries_and_given_no_work() -> None:
     desk = Desk()
     desk.join("a")
     desk.say("a", NodeBeat(2, b"deadbeef", ()))
-    assert "differs" in desk.sent(Refuse, "a")[0].reason
+    assert desk.sent(Fetch, "a")[0].first == 1 and not desk.new_units("a")
