@@ -114,7 +114,7 @@ class Gate:
         accepted = []
         for _ in range(limit):
             try:
-                frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+                frames = self._frames()
             except zmq.Again:
                 break
             delivery = self._admit(frames)
@@ -148,6 +148,13 @@ class Gate:
         self._router.close(zmtp.FAREWELL_MS if farewell else 0)
 
     # ------------------------------------------------------------ one message
+
+    def _frames(self) -> list[zmq.Frame]:
+        """One message's parts, the sender's route first; zmq.Again when none waits."""
+        frames = [self._router.recv(zmq.NOBLOCK, copy=False)]
+        while frames[-1].more:
+            frames.append(self._router.recv(zmq.NOBLOCK, copy=False))
+        return frames
 
     def _admit(self, frames: list[zmq.Frame]) -> Delivery | None:
         route = frames[0].bytes

@@ -153,6 +153,8 @@ def _spared(cells: Cells, node: Node, others: Sequence[int]) -> bool:
 def _free_run(cells: Cells, width: int, low: int = 0, high: int | None = None) -> tuple[int, int] | None:
     """The first run of free chunks between `low` and `high`, at most `width` long."""
     end = len(cells.sums) if high is None else high + 1
+    if cells.free == len(cells.sums):
+        return low, min(low + width, end) - 1
     free = [s is None and not n for s, n in zip(cells.sums[low:end], cells.leases[low:end], strict=True)]
     if True not in free:
         return None

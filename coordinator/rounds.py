@@ -99,6 +99,9 @@ class Verdict(msgspec.Struct, frozen=True):
     conflict: bool = False
 
 
+COUNTS = Verdict("ok", "")  # what nearly every result hears
+
+
 class Closing(msgspec.Struct, frozen=True):
     """How a round may close: the members counted, those left out with the reason, and the closing code."""
 
@@ -272,9 +275,11 @@ def judge(lock: Lock, round: Round, result: Result) -> Verdict:
     if cells.void:
         return Verdict("late", "the member is void")
     held = cells.sums[unit.first : unit.last + 1]
+    if held.count(None) == len(held):
+        return COUNTS
     conflict = any(old is not None and old != new for old, new in zip(held, result.sums, strict=True))
     # `correct` is told per unit: a probe's result counts only when none of its chunks is in.
-    if None in held and (unit.kind == Kind.MEMBER or held.count(None) == len(held)):
+    if None in held and unit.kind == Kind.MEMBER:
         return Verdict("ok", "", conflict)
     return Verdict("duplicate", "these chunks are in" + " with another value" * conflict, conflict)
 
