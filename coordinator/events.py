@@ -199,6 +199,16 @@ class FaultFound(msgspec.Struct, frozen=True):
     reason: str
 
 
+class Audited(msgspec.Struct, frozen=True):
+    """An audit has been judged: what it adds to the evidence, who failed it, who is in quarantine by it."""
+
+    first: bytes  # CURVE keys
+    second: bytes
+    sums: tuple[float, ...]  # fields of audit.Sums, the first node against the second
+    faults: tuple[tuple[bytes, str], ...]
+    quarantine: tuple[tuple[bytes, str], ...]
+
+
 class SecretTaken(msgspec.Struct, frozen=True):
     """32 bytes that decide, unknown to the nodes, what is checked."""
 
@@ -218,6 +228,7 @@ Record: TypeAlias = (
     | AmendOrdered
     | TermSeen
     | Recovery
+    | Audited
 )
 
 # ---------------------------------------------------------------- effects

@@ -18,6 +18,7 @@ import msgspec
 
 from coordinator.events import (
     AmendOrdered,
+    Audited,
     EntryAppended,
     FaultFound,
     InviteOpened,
@@ -40,7 +41,7 @@ _BUSY_SECONDS = 2.0  # a predecessor that is just exiting still holds the lock f
 _MAX_ROUND = 2**63 - 1  # SQLite integers are signed; the record itself keeps the full value
 
 _TERM, _ENTRY, _RESULT, _FAILED, _INVITE, _ALLOWED, _REVOKED = range(7)
-_FAULT, _SECRET = 7, 8
+_FAULT, _SECRET, _AUDIT = 7, 8, 9
 _AMEND = 14
 _TERM_SEEN, _RECOVERY = 10, 11
 _SCHEMA = (
@@ -83,6 +84,8 @@ def encode(record: Record) -> tuple[int, int | None, bytes]:
             return _TERM_SEEN, None, pack(term)
         case Recovery(open, height, key):
             return _RECOVERY, None, pack((open, height, key))
+        case Audited(first, second, sums, faults, quarantine):
+            return _AUDIT, None, pack((first, second, sums, faults, quarantine))
 
 
 _TERM_READER = msgspec.msgpack.Decoder(tuple[int, bytes])
@@ -97,6 +100,9 @@ _TERM_SEEN_READER = msgspec.msgpack.Decoder(int)
 _RECOVERY_READER = msgspec.msgpack.Decoder(tuple[bool, int, bytes])
 _SECRET_READER = msgspec.msgpack.Decoder(bytes)
 _AMEND_READER = msgspec.msgpack.Decoder(tuple[int, float | None, float | None, int | None])
+_AUDIT_READER = msgspec.msgpack.Decoder(
+    tuple[bytes, bytes, tuple[float, ...], tuple[tuple[bytes, str], ...], tuple[tuple[bytes, str], ...]]
+)
 
 
 def decode(kind: int, body: bytes) -> Record:
@@ -125,6 +131,8 @@ def decode(kind: int, body: bytes) -> Record:
         return TermSeen(_TERM_SEEN_READER.decode(body))
     if kind == _RECOVERY:
         return Recovery(*_RECOVERY_READER.decode(body))
+    if kind == _AUDIT:
+        return Audited(*_AUDIT_READER.decode(body))
     raise ValueError(f"unknown kind {kind}")
 
 

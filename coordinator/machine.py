@@ -13,7 +13,18 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from coordinator import amend, disputes, donors, enrolment, membership, roster, rounds, succession, work
+from coordinator import (
+    amend,
+    auditing,
+    disputes,
+    donors,
+    enrolment,
+    membership,
+    roster,
+    rounds,
+    succession,
+    work,
+)
 from coordinator.events import (
     AmendAsked,
     Effect,
@@ -161,6 +172,7 @@ def _on_tick(turn: Turn) -> None:
     disputes.on_tick(turn)
     if turn.over:
         return
+    auditing.on_tick(turn)
     roster.renew(turn)
     amend.on_tick(turn)
     work.give_up(turn)
@@ -243,6 +255,8 @@ def _on_hello(turn: Turn, peer: bytes, hello: Hello) -> None:
     commits = membership.commits_below(chain, hello.height) if known else -1
     node = Node(peer, name, state.numbers.get(peer), hello, state.now, hello.height, hello.tip[:8], commits)
     node = replace(node, astray=place.astray)
+    node = replace(node, quarantined=state.quarantined.get(peer, ""))
+    auditing.forget(turn, peer)
     if old is not None:
         node = replace(node, pace=old.pace, tally=old.tally, ms=old.ms)
     turn.set_node(node)
@@ -317,9 +331,9 @@ def _on_entries(turn: Turn, peer: bytes, message: Entries) -> None:
         _refuse(turn, peer, turn.allowed[peer], reason)
 
 
-def _in_dispute(turn: Turn, peer: bytes, message: Message) -> None:
-    """An answer in a dispute; it may set work free or let the round close."""
-    disputes.HANDLERS[type(message)](turn, peer, message)
+def _in_check(turn: Turn, peer: bytes, message: Message) -> None:
+    """An answer in a dispute or an audit; it may set work free or let the round close."""
+    _CHECKS[type(message)](turn, peer, message)
     if not turn.over:
         work.close(turn)
         work.assign(turn)
@@ -351,6 +365,7 @@ def _on_beat(turn: Turn, peer: bytes, message: NodeBeat) -> None:
     work.assign(turn, [peer])
 
 
+_CHECKS = {**disputes.HANDLERS, **auditing.HANDLERS}
 _HANDLERS: dict[type[Message], Callable[[Turn, bytes, Any], None]] = {
     Fetch: _on_fetch,
     Applied: _on_applied,
@@ -358,6 +373,6 @@ _HANDLERS: dict[type[Message], Callable[[Turn, bytes, Any], None]] = {
     Failed: work.on_failed,
     Release: _on_release,
     NodeBeat: _on_beat,
-    **dict.fromkeys(disputes.HANDLERS, _in_dispute),
+    **dict.fromkeys(_CHECKS, _in_check),
     **donors.HANDLERS,
 }

@@ -72,9 +72,9 @@ class Node(msgspec.Struct, frozen=True):
     stalled: tuple[Unit, int] | None = None  # the unit that stood still, at this progress
     left: str = ""  # the reason it gave for leaving
     astray: int | None = None  # entries its ledger shares with the chain before leaving it; None: all
+    quarantined: str = ""  # why it gets no units, by the audits
     tally: Tally = Tally()
     why: str = ""  # the last decision about its work
-    quarantined: str = ""  # why its results are not trusted
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -144,6 +144,8 @@ def standing(node: Node, round: int, now: float) -> tuple[str, str]:
         return LOST, f"silent for {silent:.0f} s"
     if silent > SUSPECT_AFTER:
         return SUSPECT, f"silent for {silent:.0f} s"
+    if node.quarantined:
+        return QUARANTINED, node.quarantined
     if node.number is None:
         return NEW, "waits for its roster entry"
     if node.astray is not None:
@@ -152,8 +154,6 @@ def standing(node: Node, round: int, now: float) -> tuple[str, str]:
         if node.applied < 0:
             return BEHIND, f"it has not rebuilt its replica of round {round} yet"
         return BEHIND, f"its replica is at round {node.applied}, the run at {round}"
-    if node.quarantined:
-        return QUARANTINED, node.quarantined
     if node.stalled:
         return STALLED, f"member {node.stalled[0].member} stands still at {node.stalled[1] / 10:.0f}%"
     return READY, f"at round {node.applied}"

@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec.structs import asdict
 
-from coordinator import claims, donors, enrolment, membership, rounds, succession
+from coordinator import audit, claims, donors, enrolment, membership, rounds, succession
 from coordinator.membership import READY, Node
 from coordinator.state import State
 from protocol.messages import Kind, Unit
@@ -41,6 +41,7 @@ def status(state: State) -> dict[str, Any]:
         "scores": [[s.state_round, s.mean, s.correct, s.prompts] for s in state.scores],
         "nodes": [_node(state, node) for node in state.nodes.values()],
         "proof": claims.picture(state),
+        "audit": _audit(state),
         "snapshots": donors.picture(state),
         "counters": dict(sorted(state.counters.items())),
         "refusals": list(state.refusals),
@@ -81,6 +82,26 @@ def _probe(state: State) -> dict[str, Any] | None:
     if probe is None:
         return None
     return {"done": sum(s is not None for s in probe.sums), "total": len(probe.sums)}
+
+
+def _audit(state: State) -> dict[str, Any]:
+    """What the audits show of each node: prompts compared, the two tests' numbers, verdicts."""
+    nodes = {}
+    for key, node in state.nodes.items():
+        rows = audit.partners(state.evidence, key, set(state.quarantined) - {key})
+        whole = audit.total(rows.values())
+        usual = audit.reference(state.evidence, key, state.quarantined)
+        nodes[node.name] = {
+            "prompts": whole.pairs,
+            "difference": round(whole.d / whole.pairs, 4) if whole.pairs else None,
+            "follows": round(whole.r, 3) if whole.deep else None,
+            "others_follow": round(usual[0], 3) if usual else None,
+            "equal": whole.same,
+            "unequal": whole.other,
+            "failed": list(state.misses.get(key, (0, ""))),
+            "quarantine": state.quarantined.get(key, ""),
+        }
+    return {"share": state.ops.audit_share, "nodes": nodes}
 
 
 def _node(state: State, node: Node) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from coordinator.events import (
     NodeAllowed,
     NodeRevoked,
 )
-from coordinator.state import State
+from coordinator.state import State, pardon
 from coordinator.turn import Turn
 from protocol.entries import Admission, RosterBody
 from protocol.messages import RUN_ENDED, Bye, Enrol, Enrolled, Refuse
@@ -59,13 +59,27 @@ def on_invite_made(turn: Turn, event: InviteMade) -> None:
 
 
 def on_allowed(turn: Turn, event: NodeAllowed) -> None:
-    """Put a key on the list by hand. One that was revoked gets a new roster number when it says Hello."""
+    """Put a key on the list by hand, or let its node out of quarantine.
+
+    One that was revoked gets a new roster number when it says Hello.
+    """
     guests = turn.state.guests
+    if event.key in turn.state.quarantined and event.key in guests.allowed:
+        return _let_out(turn, event.key, guests.allowed[event.key])
     if event.key in guests.allowed or event.key in guests.invites:
         return
     name = enrolment.unique(guests, enrolment.label(event.name, event.key))
     _record(turn, KeyAllowed(event.key, name, 0))
     turn.note("membership", node=name, what="allowed", reason="by the operator", key=event.key)
+
+
+def _let_out(turn: Turn, key: bytes, name: str) -> None:
+    """The same record as for a new key: whoever the operator allows begins without a past."""
+    _record(turn, KeyAllowed(key, name, 0))
+    turn.state = pardon(turn.state, key)
+    turn.note("audit", what="quarantine lifted", node=name, reason="by the operator")
+    if not turn.over:
+        work.assign(turn)
 
 
 def on_revoked(turn: Turn, event: NodeRevoked) -> None:

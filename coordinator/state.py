@@ -12,10 +12,13 @@ import msgspec
 from msgspec.structs import replace
 
 from coordinator import enrolment, rounds
+from coordinator.audit import Sums
+from coordinator.cases import Audits
 from coordinator.claims import Fault, Proof
 from coordinator.enrolment import Guests
 from coordinator.events import (
     AmendOrdered,
+    Audited,
     EntryAppended,
     FaultFound,
     InviteOpened,
@@ -77,6 +80,10 @@ class State(msgspec.Struct, frozen=True):
     proof: Proof = Proof()  # what the nodes say of that state
     faults: Mapping[bytes, Fault] = {}  # CURVE key -> how often its replica was wrong
     secret: bytes = b""  # decides what is checked
+    audits: Audits = Audits()  # in the making
+    evidence: Mapping[tuple[bytes, bytes], Sums] = {}  # of audits, by pair of CURVE keys, the smaller first
+    misses: Mapping[bytes, tuple[int, str]] = {}  # CURVE key -> audits failed for want of evidence, the last
+    quarantined: Mapping[bytes, str] = {}  # CURVE key -> why it gets no units
     nodes: Mapping[bytes, Node] = msgspec.field(default_factory=dict)
     numbers: Mapping[bytes, int] = msgspec.field(default_factory=dict)  # CURVE key -> roster number
     pool: Pool = Pool(0)  # who shares the work, as of the last tick or membership event
@@ -118,6 +125,7 @@ def adopt(state: State, entry: Entry) -> State:
             digest=chain.digest,
             witness=LEDGER if chain.digest is not None else "",
             proof=Proof(),
+            audits=Audits(tuple(case for case in state.audits.cases if case.second)),
             nodes={key: replace(node, leases=(), stalled=None) for key, node in state.nodes.items()},
         )
     if isinstance(entry.body, CommitBody):
@@ -162,9 +170,12 @@ def recall(state: State, record: Record) -> State:
     if isinstance(record, EntryAppended):
         return adopt(state, parse(record.raw))
     if isinstance(record, InviteOpened | KeyAllowed | KeyRevoked):
-        return replace(state, guests=enrolment.fold(state.guests, record))
+        state = replace(state, guests=enrolment.fold(state.guests, record))
+        return pardon(state, record.key) if isinstance(record, KeyAllowed) else state
     if isinstance(record, FaultFound):
         return blame(state, record)
+    if isinstance(record, Audited):
+        return admit_evidence(state, record)
     if isinstance(record, SecretTaken):
         return replace(state, secret=record.secret)
     if isinstance(record, AmendOrdered):
@@ -232,6 +243,41 @@ def blame(state: State, record: FaultFound) -> State:
     if number is not None:
         state = drop(state, number)
     return replace(state, faults={**state.faults, record.key: fault})
+
+
+def admit_evidence(state: State, record: Audited) -> State:
+    """An audit's outcome enters the evidence; the rewards of whoever goes into quarantine are dropped."""
+    sums = Sums(*record.sums)
+    pair = (record.first, record.second)
+    if record.first > record.second:
+        pair, sums = (record.second, record.first), sums.turned
+    evidence = {**state.evidence, pair: state.evidence.get(pair, Sums()) + sums}
+    misses = dict(state.misses)
+    for key, fault in record.faults:
+        misses[key] = (misses.get(key, (0, ""))[0] + 1, fault)
+    state = replace(state, evidence=evidence, misses=misses)
+    for key, reason in record.quarantine:
+        nodes = dict(state.nodes)
+        if key in nodes:
+            nodes[key] = replace(nodes[key], quarantined=reason)
+        state = replace(state, nodes=nodes, quarantined={**state.quarantined, key: reason})
+        if key in state.numbers:
+            state = drop(state, state.numbers[key])
+    return state
+
+
+def pardon(state: State, key: bytes) -> State:
+    """The operator lets a node out of quarantine: it begins without a past."""
+    nodes = dict(state.nodes)
+    if key in nodes:
+        nodes[key] = replace(nodes[key], quarantined="")
+    return replace(
+        state,
+        nodes=nodes,
+        evidence={pair: sums for pair, sums in state.evidence.items() if key not in pair},
+        misses={other: count for other, count in state.misses.items() if other != key},
+        quarantined={other: reason for other, reason in state.quarantined.items() if other != key},
+    )
 
 
 def summary(round: int, body: CommitBody) -> CommitSummary:

@@ -13,6 +13,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from coordinator import membership, rounds
+from coordinator.cases import Audits
 from coordinator.claims import Proof
 from coordinator.enrolment import Guests
 from coordinator.events import Effect, EntryAppended, Note, Persist, Record, Send, Stop
@@ -128,6 +129,16 @@ class Turn:
     def proof(self) -> Proof:
         """What the nodes say of the open round's state."""
         return self._state.proof
+
+    @property
+    def audits(self) -> Audits:
+        """Audits in the making."""
+        return self._state.audits
+
+    @property
+    def secret(self) -> bytes:
+        """Decides what is checked."""
+        return self._state.secret
 
     @property
     def signable(self) -> int | None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from coordinator import disputes, donors, leases, membership, rounds
+from coordinator import auditing, disputes, donors, leases, membership, rounds
 from coordinator.events import ResultAccepted, UnitFailed
 from coordinator.leases import Pool, Rescue
 from coordinator.membership import READY, Lease, Node
@@ -36,13 +36,19 @@ def on_result(turn: Turn, peer: bytes, result: Result) -> None:
     verdict = rounds.judge(turn.lock, turn.round, result)
     if verdict.kind == "ok" and node.number is None:
         verdict = rounds.Verdict("refused", "this node is not on the roster yet")
+    if node.quarantined and verdict.kind in ("ok", "duplicate"):
+        return _not_wanted(turn, peer, result, f"this node is in quarantine: {node.quarantined}")
     if verdict.kind in ("ok", "duplicate"):
         disputes.observe(turn, peer, turn.round.number, result.digest)
         known = turn.digest
         if turn.stopped:
             return
         if known is not None and result.digest != known:
-            return _measured_elsewhere(turn, peer, result, known)
+            reason = f"measured on digest {result.digest:016x}, the state has {known:016x}"
+            return _not_wanted(turn, peer, result, reason)
+    if verdict.kind == "duplicate" and auditing.on_second(turn, peer, result):
+        close(turn)
+        return assign(turn, None if turn.chain.round > result.unit.round else [peer])
     if verdict.conflict:
         turn.count("conflicts")
         turn.note("conflict", node=node.name, member=result.unit.member, reason=verdict.reason)
@@ -68,10 +74,9 @@ def on_result(turn: Turn, peer: bytes, result: Result) -> None:
     assign(turn, [peer])
 
 
-def _measured_elsewhere(turn: Turn, peer: bytes, result: Result, known: int) -> None:
-    """The node's replica is another than the run's: that is not held against the member."""
+def _not_wanted(turn: Turn, peer: bytes, result: Result, reason: str) -> None:
+    """Something is wrong with the node: nothing of that is held against the member."""
     turn.take(peer, result.unit)
-    reason = f"measured on digest {result.digest:016x}, the state has {known:016x}"
     turn.send(peer, Ack(result.unit, f"refused: {reason}"))
     _tally(turn, peer, "refused")
     turn.count("refused results", f"{turn.nodes[peer].name}: {reason}")
@@ -111,6 +116,8 @@ def _accept(turn: Turn, peer: bytes, result: Result) -> None:
         sums=result.sums,
         floored=result.floored,
     )
+    auditing.on_result(turn, peer, result)
+    round = turn.round
     cells = round.cells(unit)
     freed = _drop_useless(turn, unit.member) if cells and any(cells.leases) else []
     close(turn)
@@ -122,10 +129,14 @@ def _drop_useless(turn: Turn, *members: int) -> list[bytes]:
     freed = []
     for key, node in turn.nodes.items():
         for lease in node.leases:
-            if lease.unit.member in members and not turn.round.needs(lease.unit):
+            if lease.unit.member in members and not _useful(turn, key, lease.unit):
                 turn.take(key, lease.unit, tell=True)
                 freed.append(key)
     return freed
+
+
+def _useful(turn: Turn, key: bytes, unit: Unit) -> bool:
+    return turn.round.needs(unit) or auditing.wanted(turn, key, unit)
 
 
 def on_failed(turn: Turn, peer: bytes, message: Failed) -> None:
@@ -184,7 +195,7 @@ def close(turn: Turn) -> None:
             return
         else:
             closing, reason = _closing(turn)
-            if closing is None or turn.stopped or turn.signable is None:
+            if closing is None or turn.stopped or turn.signable is None or auditing.holds(turn):
                 return
             if closing.code == QUORUM:
                 turn.note("quorum", round=round.number, reason=reason)
@@ -310,7 +321,7 @@ def reconcile(turn: Turn, peer: bytes, listed: dict[Unit, int]) -> None:
     for unit, progress in listed.items():
         if unit in kept:
             continue
-        if turn.round.needs(unit):
+        if _useful(turn, peer, unit):
             if node.stalled:
                 continue  # its units are anybody's until it moves
             kept[unit] = Lease(unit, now, now, now, progress, sent=False)

@@ -72,6 +72,10 @@ class Outcome(Protocol):
     def evidence(self) -> bytes:
         """First 8 bytes of the hash over the per-prompt scores."""
 
+    @property
+    def scores(self) -> tuple[float, ...]:
+        """The per-prompt scores, in order."""
+
 
 # ---------------------------------------------------------------- events
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from esnode import branches, catchup, proof
+from esnode import branches, catchup, evidence, proof
 from esnode.events import Store, StoreTerm
 from esnode.nodestate import HELLO_FIRST, UNITS_TOLD, Sent, Turn, Work
 from protocol.chain import BrokenChain
@@ -217,6 +217,7 @@ _HANDLERS: dict[type[Message], Callable[[Turn, Any], None]] = {
     Commit: _on_commit,
     Entries: _on_entries,
     **proof.HANDLERS,
+    **evidence.HANDLERS,
     **catchup.HANDLERS,
     **branches.HANDLERS,
 }

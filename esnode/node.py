@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from esnode import catchup, inbox, pausing, proof
+from esnode import catchup, evidence, inbox, pausing, proof
 from esnode.events import (
     About,
     Apply,
@@ -140,6 +140,7 @@ def _on_evaluated(turn: Turn, event: Evaluated) -> None:
     if running.cancelled or turn.state.leaving:
         return turn.note("unit", member=event.unit.member, what="dropped, it was cancelled")
     result = _result(turn.state, event.unit, event.outcome)
+    evidence.keep(turn, event.unit, event.outcome.scores)
     turn.set(unacked=(*turn.state.unacked, Sent(result, turn.state.now)))
     turn.send(result)
 

@@ -57,6 +57,14 @@ class Sent:
 
 
 @dataclass(frozen=True, slots=True)
+class Kept:
+    """The per-prompt scores behind a result, for the audit."""
+
+    unit: Unit
+    scores: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Proof:
     """Where the replica proof stands here; see `proof.py`."""
 
@@ -89,6 +97,7 @@ class State:
     rewind_far: bool = False  # to the base, no checkpoint is good enough
     rewinding: tuple[Entry, ...] | None = None  # entries of a Rewind that is not answered: likewise busy
     proof: Proof = Proof()
+    kept: tuple[Kept, ...] = ()  # scores of the newest units measured
     queue: tuple[Work, ...] = ()
     unacked: tuple[Sent, ...] = ()
     term: int = 0  # highest ever answered

@@ -41,6 +41,7 @@ class Outcome:
     tokens: int  # generated, or scored for likelihood tasks
     times: tuple[int, int, int]  # milliseconds: perturb or restore, generate, score
     evidence: bytes  # first 8 bytes of BLAKE2b over the per-prompt rewards, float64 little-endian, in order
+    scores: tuple[float, ...]  # the per-prompt rewards
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +162,7 @@ class Worker:
             tokens=sum(episode.tokens for episode in measured),
             times=(round(1000 * weights), round(1000 * spent.engine), round(1000 * spent.scorer)),
             evidence=hashlib.blake2b(struct.pack(f"<{len(rewards)}d", *rewards)).digest()[:8],
+            scores=tuple(rewards),
         )
 
 

@@ -62,6 +62,7 @@ class Ops:
     snapshot_every: int = 10  # rounds between the snapshots that nodes write; 0 = none
     max_share: float = 1.0  # the largest part of a round one node evaluates when three or more are ready
     stall_seconds: float = 30.0  # a unit without progress for this long is given to another node
+    audit_share: float = 0.02  # share of units, chosen secretly, that a second node measures as well
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -114,5 +114,7 @@ FIELDS: tuple[PlanField, ...] = (
               "largest part of a round for one node when three or more are ready; 1: no limit"),
     PlanField("ops", "stall_seconds", number(1.0, 86400.0),
               "work that stands still for this long goes to another node"),
+    PlanField("ops", "audit_share", number(0.0, 1.0),
+              "share of units, chosen secretly, that a second node measures as well; 0: none"),
 )
 # fmt: on

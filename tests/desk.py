@@ -59,7 +59,10 @@ def hello(lock: Lock, **changes: Any) -> Hello:
 class Desk:
     """A coordinator's state, its journal and the effects of the last step."""
 
-    def __init__(self, *, ops: dict[str, Any] | None = None, names: str = "abcdef", **lock: Any) -> None:
+    def __init__(
+        self, *, ops: dict[str, Any] | None = None, names: str = "abcdef", secret: bytes = b"", **lock: Any
+    ) -> None:
+        """`secret` chooses what is audited; without one nothing is."""
         self.lock = desk_lock(**lock)
         self.ops = Ops(**{"rounds": 3, "eval_every": 0, **(ops or {})})
         self.allowed = {key_of(name): name for name in names}
@@ -67,7 +70,7 @@ class Desk:
         self.journal: list[ce.Record] = []
         self.effects: tuple[ce.Effect, ...] = ()
         self.now = 100.0
-        self.step(ce.Started(self.now, 1, NONCE))
+        self.step(ce.Started(self.now, 1, NONCE, secret=secret))
 
     # ------------------------------------------------------------ events
 

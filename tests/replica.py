@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -91,6 +93,7 @@ class Outcome:
     tokens: int = 7
     times: tuple[int, int, int] = (1, 2, 3)
     evidence: bytes = b"evidence"
+    scores: tuple[float, ...] = ()
 
 
 @lru_cache(maxsize=4096)
@@ -118,11 +121,18 @@ def measure(lock: Lock, master: Weights, unit: Unit, sigma: float | None = None)
         live, split = noise.perturb(master, m, scale, sign, lock.live_dtype), "train"
         prompts = _prompts(lock, unit.round)
     sums, correct = [], 0
+    scores: list[float] = []
     for start, count in lock.chunks_of(unit.kind)[unit.first : unit.last + 1]:
         rewards = [reward(live, split, prompt) for prompt in prompts[start : start + count]]
         sums.append(math.fsum(rewards))
+        scores += rewards
         correct += sum(value > 0.5 for value in rewards)
-    return Outcome(tuple(sums), correct)
+    return Outcome(tuple(sums), correct, evidence=evidence_of(scores), scores=tuple(scores))
+
+
+def evidence_of(scores: Sequence[float]) -> bytes:
+    """What a result commits to: the hash of its per-prompt scores."""
+    return hashlib.blake2b(struct.pack(f"<{len(scores)}d", *scores)).digest()[:8]
 
 
 @lru_cache(maxsize=256)

@@ -3,8 +3,8 @@
 The reward of a prompt is minus the mean squared distance of the live weights to a target that the prompt's
 index defines, so training moves somewhere and the same member gives the same reward on every machine. Task
 options of the lock: `seconds` per unit (in small steps, so that it can be cancelled unless `deaf`), `seconds
-of NAME` per whole member on one node, in proportion for fewer chunks, `fail`
-(members that never work).
+of NAME` per whole member on one node, in proportion for fewer chunks, `fail` (members that never work),
+`flip` and `wrong` (the node and the round after which its master is damaged).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from esnode.events import About
 from esnode.nodeoptions import Options
 from esnode.replay import DamagedMaster
 from protocol import ledger, noise, seeds
-from protocol.ledger import Entry
+from protocol.ledger import Entry, EntryKind
 from protocol.lock import Lock
 from protocol.messages import Kind, Unit
 
@@ -44,6 +44,7 @@ class ToyOutcome:
     tokens: int
     times: tuple[int, int, int]
     evidence: bytes
+    scores: tuple[float, ...]
 
 
 def base_weights() -> np.ndarray:
@@ -72,6 +73,7 @@ class ToyWorkshop:
         self._seconds = float(lock.task_options.get("seconds", 0.0)) if seconds is None else seconds
         self._deaf = bool(lock.task_options.get("deaf", False))
         self._fail = set(lock.task_options.get("fail", ()))
+        self._bad = {what: lock.task_options.get(what) for what in ("flip", "wrong")}  # [node, round]
         print_ = hashlib.blake2b(b"toy", digest_size=8).digest()
         self.about = About(name, "toy", "cpu", b"selftest", print_)
 
@@ -90,7 +92,18 @@ class ToyWorkshop:
         digests = []
         for entry in entries:
             digests.append(self._write(_moved(self._lock, self._master, entry)))
+            self._go_wrong(entry, digests)
         return digests
+
+    def _go_wrong(self, entry: Entry, digests: list[int]) -> None:
+        """Once, after the commit of a round: a bit flips in memory, or the update comes out wrong."""
+        for what in ("flip", "wrong"):
+            if entry.kind is EntryKind.COMMIT and self._bad.get(what) == [self.about.name, entry.round]:
+                del self._bad[what]
+                self._master = self._master.copy()
+                self._master.view(np.uint32)[5] ^= 8
+                if what == "wrong":
+                    digests[-1] = self._written = self.digest()
 
     def _require_intact(self) -> None:
         if self.damaged():
@@ -155,8 +168,10 @@ class ToyWorkshop:
             rewards = [_reward(live, prompt) for prompt in prompts]
             scores += rewards
             sums.append(math.fsum(rewards))
-        evidence = hashlib.blake2b(struct.pack(f"<{len(scores)}d", *scores), digest_size=8).digest()
-        return ToyOutcome(tuple(sums), sum(r > -0.1 for r in scores), 0, len(scores), (1, 2, 3), evidence)
+        evidence = hashlib.blake2b(struct.pack(f"<{len(scores)}d", *scores)).digest()[:8]
+        return ToyOutcome(
+            tuple(sums), sum(r > -0.1 for r in scores), 0, len(scores), (1, 2, 3), evidence, tuple(scores)
+        )
 
     def close(self) -> None:
         if self._checkpoints is not None:

@@ -1,0 +1,227 @@
+"""What audits show of a node: evidence by pairs of nodes, and the two tests that judge it.
+
+Pure arithmetic, no state of the run. An audit is one unit measured by two nodes; its prompts are the pairs.
+Differences are in units of the task's reward range. The bias test asks whether a node's rewards are higher
+or lower than everybody else's; the laziness test whether they follow the member at all, or only the prompt:
+each score has its prompt's mean over other members taken off, and what is left must agree with what is left
+of the second node's. Called by `auditing.py`; docs/trust.md says what this can and cannot show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from math import fsum, sqrt
+
+import msgspec
+
+ALLOWANCE = 0.02  # mean difference that honest hardware may have, in units of the range
+SIGMAS = 6.0  # of the bias test
+GUARD_SIGMAS = 3.0  # without the partner that speaks most against it
+ERRORS = 4.0  # standard errors of the laziness test
+ENOUGH = 200  # pairs the laziness test needs
+MISSES = 3  # times evidence could not be produced
+
+Pair = tuple[bytes, bytes]  # CURVE keys, the smaller first
+
+
+class Sums(msgspec.Struct, frozen=True):
+    """Evidence gathered between two nodes; additive."""
+
+    pairs: float = 0.0  # prompts compared
+    d: float = 0.0  # sum of differences, the first node's minus the second's
+    dd: float = 0.0  # and of their squares
+    deep: float = 0.0  # pairs with references: those of the laziness test
+    xx: float = 0.0
+    xy: float = 0.0
+    yy: float = 0.0
+    x4: float = 0.0  # fourth moments: how much the correlation hangs on few prompts
+    x3y: float = 0.0
+    x2y2: float = 0.0
+    xy3: float = 0.0
+    y4: float = 0.0
+    same: float = 0.0  # audits of engines with equal fingerprints that were equal
+    other: float = 0.0  # and those that were not
+
+    def __add__(self, more: Sums) -> Sums:
+        rows = zip(self.__struct_fields__, msgspec.structs.astuple(self), strict=True)
+        return Sums(**{name: value + getattr(more, name) for name, value in rows})
+
+    @property
+    def turned(self) -> Sums:
+        """The same seen from the second node."""
+        return msgspec.structs.replace(
+            self,
+            d=-self.d,
+            xx=self.yy,
+            yy=self.xx,
+            x4=self.y4,
+            x3y=self.xy3,
+            xy3=self.x3y,
+            y4=self.x4,
+        )
+
+    @property
+    def r(self) -> float:
+        """Correlation of what the two say of members, their prompts' means taken off."""
+        size = self.xx * self.yy
+        return self.xy / sqrt(size) if size > 0 else 0.0
+
+    @property
+    def error(self) -> float:
+        """Standard error of `r`, by the delta method: scores are often 0 or 1 and few prompts decide."""
+        size = self.xx * self.yy
+        plain = (1 - self.r**2) / sqrt(max(self.deep, 1))
+        if size <= 0:  # one of them never leaves the prompts' means: what the other's few exceptions tell
+            spread, fourth = max((self.xx, self.x4), (self.yy, self.y4))
+            return max(plain, sqrt(fourth) / spread) if spread > 0 else 1.0
+        r, a = self.r, sqrt(self.yy / self.xx)
+        cross = r * (a * self.x3y + self.xy3 / a)
+        own = r * r / 4 * (a * a * self.x4 + 2 * self.x2y2 + self.y4 / (a * a))
+        return max(plain, sqrt(max(self.x2y2 - cross + own, 0.0) / size))
+
+    @property
+    def excess(self) -> float:
+        """How far the bias test is exceeded; above 0 it fails."""
+        return abs(self.d) - ALLOWANCE * self.pairs - SIGMAS * sqrt(self.dd + 1)
+
+
+Evidence = Mapping[Pair, Sums]
+
+
+def compare(
+    first: Sequence[float],
+    second: Sequence[float],
+    first_others: Sequence[Sequence[float]],
+    second_others: Sequence[Sequence[float]],
+    span: float,
+    *,
+    alike: bool,
+) -> Sums:
+    """One audit: per-prompt scores of both nodes, and of other members on the same prompts.
+
+    The two sets of references share no member, so that a prompt's mean is estimated twice, independently:
+    otherwise its error would look like agreement. `alike`: equal fingerprints; equal scores then only
+    count as such, they say nothing about engines that differ.
+    """
+    if alike and tuple(first) == tuple(second):
+        return Sums(same=1)
+    differences = [(a - b) / span for a, b in zip(first, second, strict=True)]
+    sums = Sums(
+        pairs=len(differences),
+        d=sum(differences),
+        dd=sum(d * d for d in differences),
+        other=int(alike),
+    )
+    if not first_others or not second_others:
+        return sums
+    x = [(a - _mean(column)) / span for a, column in zip(first, zip(*first_others, strict=True), strict=True)]
+    y = [
+        (b - _mean(column)) / span for b, column in zip(second, zip(*second_others, strict=True), strict=True)
+    ]
+    return sums + Sums(
+        deep=len(x),
+        xx=sum(v * v for v in x),
+        xy=sum(v * w for v, w in zip(x, y, strict=True)),
+        yy=sum(v * v for v in y),
+        x4=sum(v**4 for v in x),
+        x3y=sum(v**3 * w for v, w in zip(x, y, strict=True)),
+        x2y2=sum((v * w) ** 2 for v, w in zip(x, y, strict=True)),
+        xy3=sum(v * w**3 for v, w in zip(x, y, strict=True)),
+        y4=sum(v**4 for v in y),
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return fsum(values) / len(values)
+
+
+def _median(values: Sequence[float]) -> float:
+    ranked = sorted(values)
+    return (ranked[(len(ranked) - 1) // 2] + ranked[len(ranked) // 2]) / 2
+
+
+def partners(evidence: Evidence, node: bytes, without: Collection[bytes] = ()) -> dict[bytes, Sums]:
+    """A node's evidence by partner, seen from the node."""
+    found = {}
+    for (one, two), sums in evidence.items():
+        if one == node and two not in without:
+            found[two] = sums
+        elif two == node and one not in without:
+            found[one] = sums.turned
+    return found
+
+
+def total(rows: Collection[Sums]) -> Sums:
+    return sum(rows, Sums())
+
+
+def reference(evidence: Evidence, node: bytes, without: Collection[bytes]) -> tuple[float, float] | None:
+    """The median correlation of the other nodes among themselves, and its standard error."""
+    others = {key for pair in evidence for key in pair} - {node, *without}
+    rows = [total(partners(evidence, key, {node, *without}).values()) for key in others]
+    enough = [row for row in rows if row.deep >= ENOUGH]
+    if not enough:
+        return None
+    return _median([row.r for row in enough]), _median([row.error for row in enough])
+
+
+def bias(rows: Mapping[bytes, Sums]) -> str:
+    """Why a node fails the bias test; "" when it does not.
+
+    Two nodes that differ say nothing about which of them is wrong: the evidence must stand, at a lower
+    level, without the partner that speaks most against it.
+    """
+    whole = total(rows.values())
+    if whole.excess <= 0 or len(rows) < 2:
+        return ""
+    sign = 1 if whole.d > 0 else -1
+    worst = max(rows, key=lambda key: sign * rows[key].d)
+    rest = total([sums for key, sums in rows.items() if key != worst])
+    if sign * rest.d - ALLOWANCE * rest.pairs <= GUARD_SIGMAS * sqrt(rest.dd + 1):
+        return ""
+    return (
+        f"its rewards are {'higher' if sign > 0 else 'lower'} than other nodes' by "
+        f"{abs(whole.d) / whole.pairs:.3f} of the range over {whole.pairs:.0f} prompts ("
+        f"{abs(whole.d):.1f} - {ALLOWANCE * whole.pairs:.1f} > {SIGMAS:g} x {sqrt(whole.dd + 1):.2f})"
+    )
+
+
+def laziness(rows: Mapping[bytes, Sums], expected: tuple[float, float] | None) -> str:
+    """Why a node fails the laziness test; "" when it does not or nothing can be said yet."""
+    whole = total(rows.values())
+    if expected is None or whole.deep < ENOUGH or len(rows) < 2:
+        return ""
+    usual, usual_error = expected
+    worst = min(rows, key=lambda key: rows[key].xy - usual * sqrt(rows[key].xx * rows[key].yy))
+    rest = total([sums for key, sums in rows.items() if key != worst])
+    error = sqrt(whole.error**2 + usual_error**2)
+    low = whole.r < usual / 2 and usual - whole.r > ERRORS * error
+    rest_error = sqrt(rest.error**2 + usual_error**2)
+    if not low or rest.r >= usual / 2 or usual - rest.r <= GUARD_SIGMAS * rest_error:
+        return ""
+    return (
+        f"its rewards follow the members with a correlation of {whole.r:.2f} over {whole.deep:.0f} prompts, "
+        f"other nodes' with {usual:.2f} (limit {usual / 2:.2f}, standard error {error:.3f})"
+    )
+
+
+def judge(evidence: Evidence, out: Collection[bytes]) -> tuple[bytes, str] | None:
+    """The node that fails worst, and why; None when none does. `out`: those in quarantine already.
+
+    One at a time: the evidence that others have with a liar speaks against them too, until it is out.
+    """
+    keys = sorted({key for pair in evidence for key in pair} - set(out))
+    rows = {key: partners(evidence, key, out) for key in keys}
+    biased = [(total(rows[key].values()).excess, key, reason) for key in keys if (reason := bias(rows[key]))]
+    if biased:
+        _, key, reason = max(biased, key=lambda row: row[0])
+        return key, reason
+    lazy = [
+        (total(rows[key].values()).r, key, reason)
+        for key in keys
+        if (reason := laziness(rows[key], reference(evidence, key, out)))
+    ]
+    if lazy:
+        _, key, reason = min(lazy, key=lambda row: row[0])
+        return key, reason
+    return None

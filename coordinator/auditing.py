@@ -1,0 +1,266 @@
+"""Audits as they run: which units are measured twice, by whom, and what becomes of the evidence.
+
+Pure. A member's unit is chosen by secret entropy when its first result comes in; a second node is given it
+like any other unit, within the round. Both results carry the hash of their per-prompt scores; then the scores
+are asked for, with those of other members on the same prompts, and whoever cannot produce what fits its hash
+has failed. A second result never counts as a reward. Called by `machine.py` and `work.py`; the tests are in
+`audit.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from coordinator import audit, membership
+from coordinator.cases import REFERENCES, Case, Half
+from coordinator.claims import there
+from coordinator.events import Audited
+from coordinator.membership import READY
+from coordinator.state import admit_evidence
+from coordinator.turn import Turn
+from protocol.lock import Lock
+from protocol.messages import Ack, Evidence, EvidenceAsk, Kind, Message, Result, Unit
+
+RECENT = 2 * REFERENCES + 2  # results remembered as references
+QUEUE = 2  # units a node holds, an audit among them
+LONGEST_WAIT = 60.0  # seconds a complete round waits at most for a second result
+ASK_AGAIN = 3.0
+PATIENCE = 30.0  # seconds without an answer, after which an audit is judged without it
+
+# ---------------------------------------------------------------- choosing
+
+
+def on_result(turn: Turn, peer: bytes, result: Result) -> None:
+    """A first result was taken in: it may be audited, or serve as a reference of those that are."""
+    share = turn.ops.audit_share
+    audits = turn.audits
+    if not share or not turn.secret or result.unit.kind != Kind.MEMBER:
+        return
+    half = Half(peer, result.unit, result.evidence, result.sums)
+    cases = tuple(case if case.second else case.with_reference(half) for case in audits.cases)
+    if _chosen(turn, result.unit, share) and len(turn.alive) > 1:
+        case = Case(result.unit.round, half)
+        for other in reversed(audits.recent):
+            case = case.with_reference(other)
+        cases = (*cases, case)
+        turn.count("audits begun")
+    turn.set(audits=replace(audits, cases=cases, recent=(*audits.recent, half)[-RECENT:]))
+    give_out(turn)
+
+
+def _chosen(turn: Turn, unit: Unit, share: float) -> bool:
+    words = struct.pack("<QQQ", unit.round, unit.member, unit.first)
+    drawn = hashlib.blake2b(words, key=turn.secret, digest_size=8).digest()
+    return int.from_bytes(drawn, "little") < share * 2**64
+
+
+def give_out(turn: Turn) -> None:
+    """Find a second node for every audit that has none: the least loaded one that may take units."""
+    if turn.over:
+        return
+    for case in turn.audits.cases:
+        if case.auditor or case.round != turn.round.number:
+            continue
+        unit = case.first.unit
+        room = [
+            (len(node.leases), node.number or 0, key)
+            for key, node in turn.nodes.items()
+            if key != case.first.key
+            and len(node.leases) < QUEUE
+            and all(lease.unit != unit for lease in node.leases)
+            and membership.standing(node, case.round, turn.now)[0] == READY
+        ]
+        if room and not turn.round.needs(unit):
+            key = min(room)[2]
+            _put(turn, case, replace(case, auditor=key))
+            turn.give(key, unit, f"an audit of {_name(turn, case.first.key)}")
+
+
+def wanted(turn: Turn, key: bytes, unit: Unit) -> bool:
+    """Whether a node holds a unit for an audit."""
+    return any(
+        case.auditor == key and case.first.unit == unit and not case.second for case in turn.audits.cases
+    )
+
+
+def holds(turn: Turn) -> bool:
+    """Whether a round that could be committed waits for a second result. Never for ever."""
+    open_cases = [case for case in turn.audits.cases if case.round == turn.round.number and not case.second]
+    if not open_cases:
+        return False
+    audits = turn.audits
+    if audits.until is None:
+        pace = membership.median_pace(list(turn.nodes.values())) or 0.0
+        longest = max(case.first.unit.last - case.first.unit.first + 1 for case in open_cases)
+        turn.set(audits=replace(audits, until=turn.now + min(5.0 + 2 * pace * longest, LONGEST_WAIT)))
+        return True
+    if turn.now < audits.until:
+        return True
+    turn.count("audits that ran out of time", times=len(open_cases))
+    kept = tuple(case for case in turn.audits.cases if case not in open_cases)
+    turn.set(audits=replace(turn.audits, cases=kept))
+    return False
+
+
+def _put(turn: Turn, old: Case, new: Case) -> Case:
+    cases = tuple(new if case is old else case for case in turn.audits.cases)
+    turn.set(audits=replace(turn.audits, cases=cases))
+    return new
+
+
+def _remove(turn: Turn, old: Case) -> None:
+    turn.set(audits=replace(turn.audits, cases=tuple(case for case in turn.audits.cases if case is not old)))
+
+
+# ---------------------------------------------------------------- the second result, the evidence
+
+
+def on_second(turn: Turn, peer: bytes, result: Result) -> bool:
+    """Take in the result of an audit's second node; whether it was one."""
+    for case in turn.audits.cases:
+        if case.auditor == peer and case.first.unit == result.unit and not case.second:
+            break
+    else:
+        return False
+    held = turn.take(peer, result.unit)
+    if held is not None:
+        node = turn.nodes[peer]
+        pace = membership.pace_after(node, held, turn.now)
+        tally = replace(node.tally, accepted=node.tally.accepted + 1)
+        turn.set_node(replace(node, pace=pace, done=turn.now, stalled=None, tally=tally))
+    turn.send(peer, Ack(result.unit, "ok"))  # nobody is told that it was an audit
+    second = Half(peer, result.unit, result.evidence, result.sums)
+    _ask(turn, _put(turn, case, replace(case, second=second, since=turn.now)))
+    return True
+
+
+def _ask(turn: Turn, case: Case) -> None:
+    for half in case.halves:
+        if half.missing and there(turn.nodes.get(half.key), turn.now):
+            turn.send(half.key, EvidenceAsk(half.unit, len(half.scores)))
+    _put(turn, case, replace(case, asked=turn.now))
+
+
+def on_evidence(turn: Turn, peer: bytes, message: Evidence) -> None:
+    """Scores of a unit, in parts; whole and fitting their hash they enter every case that asked for them."""
+    for case in turn.audits.cases:
+        if not case.second:
+            continue
+        halves = tuple(_fed(turn.lock, half, message) if half.key == peer else half for half in case.halves)
+        if halves == case.halves:
+            continue
+        new = _put(turn, case, case.with_halves(halves))
+        if not any(half.missing for half in new.halves):
+            _finish(turn, new)
+        elif any(half.missing and half.key == peer and half.scores for half in new.halves):
+            _ask(turn, new)
+
+
+def _fed(lock: Lock, half: Half, message: Evidence) -> Half:
+    """One side's scores after a message: longer, whole, or proved not to be what was measured."""
+    if half.unit != message.unit or not half.missing or message.first != len(half.scores):
+        return half
+    sizes = [lock.chunk_size(half.unit.kind, k) for k in range(half.unit.first, half.unit.last + 1)]
+    if not message.total:
+        return replace(half, fault="it has no evidence for a unit it measured")
+    scores = half.scores + message.scores
+    if message.total != sum(sizes) or len(scores) > message.total or not message.scores:
+        return replace(half, fault="its evidence has another number of prompts than the unit")
+    if len(scores) < message.total:
+        return replace(half, scores=scores)
+    start, fits = 0, hash_of(scores) == half.evidence
+    for size, stated in zip(sizes, half.sums, strict=True):
+        part = scores[start : start + size]
+        fits = fits and math.fsum(part) == stated and all(lock.reward_ok(value, 1) for value in part)
+        start += size
+    return (
+        replace(half, scores=scores, done=True)
+        if fits
+        else replace(half, fault="its evidence does not fit its hash")
+    )
+
+
+def hash_of(scores: Sequence[float]) -> bytes:
+    """What a result's `evidence` holds: see `esnode.worker`."""
+    return hashlib.blake2b(struct.pack(f"<{len(scores)}d", *scores)).digest()[:8]
+
+
+def on_tick(turn: Turn) -> None:
+    """Ask again, and judge without those who do not answer."""
+    for case in turn.audits.cases:
+        if not case.second or turn.now - case.asked < ASK_AGAIN:
+            continue
+        if turn.now - case.since < PATIENCE and case.round >= turn.round.number - 1:
+            _ask(turn, case)
+        else:
+            _finish(turn, case)
+    give_out(turn)
+
+
+def forget(turn: Turn, key: bytes) -> None:
+    """A node says Hello anew: what it measured before may have gone with its process."""
+    kept = tuple(case for case in turn.audits.cases if key not in (case.first.key, case.auditor))
+    if len(kept) < len(turn.audits.cases):
+        turn.set(audits=replace(turn.audits, cases=kept))
+
+
+# ---------------------------------------------------------------- the judgement
+
+
+def _finish(turn: Turn, case: Case) -> None:
+    """All evidence that can be had is here."""
+    assert case.second is not None
+    _remove(turn, case)
+    faults = [(half.key, half.fault) for half in case.halves if half.fault]
+    first, second = case.first, case.second
+    sums = audit.Sums()
+    if first.done and second.done:
+        a, b = turn.nodes.get(first.key), turn.nodes.get(second.key)
+        alike = a is not None and b is not None and a.hello.fingerprint == b.hello.fingerprint
+        span = (turn.lock.reward_high - turn.lock.reward_low) or 1.0
+        mine = [half.scores for half in case.mine if half.done]
+        theirs = [half.scores for half in case.theirs if half.done]
+        sums = audit.compare(first.scores, second.scores, mine, theirs, span, alike=alike)
+    record = Audited(first.key, second.key, msgspec.structs.astuple(sums), tuple(faults), ())
+    state = admit_evidence(turn.state, record)
+    verdicts = []
+    while (found := _verdict(state.evidence, state.misses, state.quarantined)) is not None:
+        verdicts.append(found)
+        state = admit_evidence(turn.state, replace(record, quarantine=tuple(verdicts)))
+    record = replace(record, quarantine=tuple(verdicts))
+    turn.persist(record)
+    turn.state = admit_evidence(turn.state, record)
+    turn.count("audits")
+    if sums.other:
+        names = " and ".join(turn.nodes[half.key].name for half in (first, second))
+        turn.count("equal engines that differ", f"{names} have equal engines and measured other scores")
+    for key, fault in faults:
+        turn.count("failed audits", f"{_name(turn, key)}: {fault}")
+    for key, reason in verdicts:
+        turn.count("quarantines", f"{_name(turn, key)}: {reason}")
+        turn.note("audit", what="quarantine", node=_name(turn, key), reason=reason)
+        if key in turn.nodes:
+            turn.take_all(key)
+
+
+def _verdict(
+    evidence: audit.Evidence, misses: Mapping[bytes, tuple[int, str]], out: Mapping[bytes, str]
+) -> tuple[bytes, str] | None:
+    for key, (count, fault) in misses.items():
+        if key not in out and (count >= audit.MISSES or "does not fit" in fault):
+            return key, f"{fault} ({count} failed audit{'s' * (count > 1)})"
+    return audit.judge(evidence, out)
+
+
+def _name(turn: Turn, key: bytes) -> str:
+    return turn.nodes[key].name if key in turn.nodes else key.hex()[:8]
+
+
+HANDLERS: dict[type[Message], Callable[[Turn, bytes, Any], None]] = {Evidence: on_evidence}
