@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
@@ -32,8 +33,8 @@ def require(condition: bool, what: str) -> None:
 
 def _told(state: State) -> str:
     """All of a state in words; the chain by its entries."""
-    rest = replace(state, chain=None)  # type: ignore[arg-type]
-    return f"{[entry.hash for entry in state.chain.entries]} {rest!r}"
+    rest = repr(replace(state, chain=None))  # type: ignore[arg-type]
+    return f"{[entry.hash for entry in state.chain.entries]} {re.sub(' at 0x[0-9a-f]+', '', rest)}"
 
 
 class Checkers:
@@ -49,6 +50,7 @@ class Checkers:
         self.commits: dict[tuple[int, int], bytes] = {}  # (term, round) -> hash
         self.measured: dict[tuple[Unit, bytes, int], tuple[float, ...]] = {}
         self.promises = Promises()
+        self.stored_by: dict[str, set[bytes]] = {}  # what each node has put on its disk
         self.forgiven: set[bytes] = set()  # states whose acknowledged rewards went with a lost journal
         self.batches = 0
         self.let_in: set[bytes] = set()  # keys that were on the list when somebody was told
@@ -130,6 +132,24 @@ class Checkers:
             require(entry.hash in self.tree.known, f"{name} stores an entry that no coordinator flushed")
             require(entry.parent == tip, f"{name} stores an entry that does not follow its last")
             tip = entry.hash
+        self.stored_by.setdefault(name, set()).update(raws)
+
+    def orphans_named(self, name: str, orphans: Sequence[bytes]) -> None:
+        """Every commit of a dead branch that a node held and did not lose with its disk is kept and named."""
+        living = {entry.hash for entry in self.chain}
+        for raw in self.stored_by.get(name, set()) - set(orphans):
+            entry = parse(raw)
+            lost = entry.kind is EntryKind.COMMIT and entry.hash not in living
+            require(not lost, f"{name} held commit {entry.round} of a dead branch, which it does not name")
+
+    def torn(self, name: str, raws: Sequence[bytes]) -> None:
+        """A node's disk loses entries."""
+        self.stored_by.get(name, set()).difference_update(raws)
+
+    def succeeds(self) -> None:
+        """A successor starts from a ledger: what was acknowledged and not committed is gone."""
+        self.recovering = True
+        self.promises = Promises()
 
     def whole(self, raws: Sequence[bytes]) -> bool:
         """Whether a node's ledger is the run's."""

@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from functools import partial
 
 import coordinator.events as ce
 from coordinator.state import State
 from protocol.messages import RUN_ENDED
+from tests.actors import SimCoordinator
+from tests.larder import entries_held
 from tests.simnode import SimNode
 from tests.world import World
 
 AGAIN = 0.7  # seconds between attempts
 HOUR = 3600.0
+PATIENCE = 20.0  # seconds until the operator forces a successor
 REVOKED = "revoked"
+LOST_WITH_THE_JOURNAL = ("needs an invite", "not on the coordinator's list")
 USED = "was used by another machine"
 
 
@@ -66,6 +71,45 @@ def newcomer(
         world.enter(sim)
 
     world.at(at, come)
+
+
+def recover(
+    world: World, at: float, source: str, *, name: str = "heir", force: bool = False, moving: float = 1.0
+) -> None:
+    """The coordinator's machine is lost; somebody starts a successor from a node's ledger file.
+
+    Nodes find it one after the other, within `moving` seconds (the name in their invite points there).
+    """
+
+    def begin() -> None:
+        raws = [entry.raw for entry in entries_held(world.nodes[source])]
+        if not raws or world.checkers.ended:
+            return world.log("world", f"{source} holds no ledger that can go on") if not raws else None
+        old = world.coordinator
+        old.kill()
+        old.stopped = ("its machine is lost", 0)
+        world.gone.add(old.name)
+        world.checkers.succeeds()
+        world.excuses[""] = LOST_WITH_THE_JOURNAL
+        heir = SimCoordinator(world, name, world.heir_key)
+        heir.recover = "force" if force else "wait"
+        heir.journal = [ce.EntryAppended(height, raw) for height, raw in enumerate(raws)]
+        world.coordinator = world.coordinators[name] = heir
+        world.start(heir, 0.0)
+        for node in world.nodes.values():
+            world.after(world.random.uniform(0, moving), partial(setattr, node, "home", name))
+
+    def insist() -> None:
+        """Whoever evaluated most is not coming back: the operator says so."""
+        heir = world.coordinators.get(name)
+        if heir is not None and heir.state.lineage.waiting:
+            heir.recover = "force"
+            heir.kill()
+            world.start(heir, 0.5)
+
+    world.at(at, begin)
+    if world.faults.until:
+        world.at(world.faults.until + PATIENCE, insist)
 
 
 def revoke(world: World, name: str, at: float, reason: str = "sold") -> None:

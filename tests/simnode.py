@@ -129,6 +129,7 @@ class SimNode(Actor):
             return
         torn = [raws[keep][:-1] + bytes([raws[keep][-1] ^ 1])] if damage else []
         self.world.log(self.name, f"its ledger file is cut from {len(raws)} to {keep} entries")
+        self.world.checkers.torn(self.name, raws[keep:])
         raws[keep:] = torn
 
     # ------------------------------------------------------------ effects

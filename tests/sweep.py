@@ -254,6 +254,17 @@ def amends(world: World, rng: random.Random) -> None:
         people.amend(world, rng.uniform(0, SAFETY), round, alpha=alpha, sigma=sigma, members=members)
 
 
+def succession(world: World, rng: random.Random) -> None:
+    """The coordinator's machine is lost; a successor goes on from some node's ledger, not always the best."""
+    people.recover(
+        world,
+        rng.uniform(2, SAFETY / 2),
+        _node(world, rng),
+        force=rng.random() < 0.3,
+        moving=rng.choice((1.0, 10.0)),
+    )
+
+
 Mischief = Callable[[World, random.Random], None]
 MISCHIEF: tuple[tuple[float, Mischief], ...] = (
     (0.3, poisoned),
@@ -273,6 +284,7 @@ MISCHIEF: tuple[tuple[float, Mischief], ...] = (
     (0.2, revocations),
     (0.2, flips),
     (0.2, amends),
+    (0.15, succession),
 )
 IN_CALM: tuple[tuple[float, Mischief], ...] = (
     (1.0, miscomputes),

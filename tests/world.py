@@ -60,7 +60,9 @@ class World:
         self.order = itertools.count()
         self.network = Network(faults, self.random, lambda: self.now)
         self.signing_key = hashlib.blake2b(b"coordinator", digest_size=32).digest()
-        self.lock = make_lock(public_key(self.signing_key), **lock)
+        self.heir_key = hashlib.blake2b(b"heir", digest_size=32).digest()
+        heirs = (public_key(self.heir_key),)
+        self.lock = make_lock(public_key(self.signing_key), **{"heirs": heirs, **lock})
         self.ops = Ops(rounds=rounds, **{"eval_every": 2, **(ops or {})})
         self.checkers = Checkers(self.lock, lambda state: probe_due(self.lock, self.ops, state)[0])
         self.story: list[tuple[float, str, str, bool]] = []  # (when, who, words, fit for a transcript)
@@ -77,7 +79,7 @@ class World:
         self.by_key = {sim.key: sim for sim in self.nodes.values()}
         self.allowed = {sim.key: sim.name for sim in self.nodes.values()}  # the coordinator's list at start
         self.invites: list[bytes] = []
-        self.excuses: dict[str, tuple[str, ...]] = {}  # words with which a node may end with code 1
+        self.excuses: dict[str, tuple[str, ...]] = {}  # words with which a process ("": any) may fail
         self.coordinator = SimCoordinator(self)  # the one in charge
         self.coordinators = {COORDINATOR: self.coordinator}
         for actor in self.actors:
@@ -92,11 +94,13 @@ class World:
     def enter(self, sim: SimNode) -> None:
         """One more node."""
         self.nodes[sim.name] = self.by_key[sim.key] = sim
+        sim.home = self.coordinator.name
         self.start(sim, 0.0)
 
     def excused(self, name: str, reason: str) -> bool:
         """Whether a process may end with code 1 and these words."""
-        return self.failing or any(words in reason for words in self.excuses.get(name, ()))
+        excuses = (*self.excuses.get(name, ()), *self.excuses.get("", ()))
+        return self.failing or any(words in reason for words in excuses)
 
     def wall_at(self, moment: float) -> float:
         """Unix seconds of the coordinator's machine."""
@@ -286,6 +290,8 @@ class World:
         require(self.checkers.ended, "everything stopped before the run ended")
         for name, sim in self.nodes.items():
             require(self._satisfied(sim), f"{name} ends without the whole ledger")
+            if self.checkers.whole(sim.disk.raws):  # else it is gone for good and speaks to nobody
+                self.checkers.orphans_named(name, [raw for _, raws in sim.disk.orphans for raw in raws])
 
     # ------------------------------------------------------------ looking
 
