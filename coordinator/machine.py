@@ -166,7 +166,8 @@ def _on_tick(turn: Turn) -> None:
     if turn.state.ending is not None:
         return _linger(turn, turn.state.ending)
     if turn.state.lineage.waiting:
-        return succession.on_tick(turn)
+        succession.weigh_shown(turn)
+        return None if turn.stopped else succession.on_tick(turn)
     _expire(turn)
     turn.census()
     disputes.on_tick(turn)

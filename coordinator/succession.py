@@ -312,6 +312,13 @@ def answered(state: State) -> Verdict:
     return Verdict(2 * known > len(rows), words + (f"; not heard: {', '.join(missing)}" if missing else ""))
 
 
+def weigh_shown(turn: Turn) -> None:
+    """A ledger that was shown counts, whether or not its node has said Hello again."""
+    for peer, branch in turn.state.lineage.branches.items():
+        if not turn.stopped and stronger(branch, turn.chain):
+            _judge(turn, peer, turn.state.allowed.get(peer, peer.hex()[:8]), branch)
+
+
 # ---------------------------------------------------------------- words
 
 

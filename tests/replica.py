@@ -54,9 +54,8 @@ def make_lock(
     per_round: int = 8,
     chunk: int = 2,
     heldout: int = 4,
-    heirs: tuple[bytes, ...] = (),
 ) -> Lock:
-    """The lock of a simulated run: rewards in 0 .. 1, no text anywhere. `heirs`: more trusted keys."""
+    """The lock of a simulated run: rewards in 0 .. 1, no text anywhere."""
     return Lock(
         model="vector",
         base="00" * 32,
