@@ -59,7 +59,7 @@ class Gate:
         """`secret`: the coordinator's 32-byte CURVE secret, or None for no encryption (loopback only)."""
         self.guests = guests
         self.counts = Counts()
-        self.blobs: Callable[[BlobAsk], Message] | None = None  # answers at the door, no Hello needed
+        self.blobs: Callable[[bytes, BlobAsk], Message] | None = None  # answers at the door, no Hello needed
         self._encrypted = secret is not None
         self._shut_out: set[bytes] = set()
         self._holders = Holders(self._send_to)
@@ -216,7 +216,7 @@ class Gate:
             self.counts.refuse(name, "Enrol without an invite")
             return False
         if isinstance(message, BlobAsk) and self.blobs is not None:
-            self._send_to(route, self.blobs(message))
+            self._send_to(route, self.blobs(peer, message))
             return False
         if isinstance(message, Hello):
             if self._hellos.spend(peer, 0, self._now):

@@ -67,7 +67,7 @@ def prepare(request: Request, say: Say, tell: Tell = silent) -> Ready:
     with enrol.enter(folder, name, given) as contact:
         note = joined.read(folder)
         assert note is not None, "entering wrote it"
-        lock = fetch.lock(contact, note.run)
+        lock = fetch.lock(contact, note.run, folder / "lock.json")
         for line in describe(lock):
             say(line)
         allowed.admit(lock, used=_used(folder))

@@ -12,10 +12,14 @@ import sys
 from pathlib import Path
 
 
+def printable(text: str) -> str:
+    """The text without what could drive a terminal; line breaks stay."""
+    return "".join(char if char.isprintable() or char == "\n" else "?" for char in text)
+
+
 class _Printable(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record)
-        return "".join(char if char.isprintable() or char == "\n" else "?" for char in text)
+        return printable(super().format(record))
 
 
 def start(path: Path, name: str) -> logging.Logger:
@@ -39,7 +43,7 @@ def start(path: Path, name: str) -> logging.Logger:
 
 def last_words(log: logging.Logger | None, sentence: str) -> None:
     """The one line a user reads when a process refuses to go on; the log file keeps it too."""
-    print(f"esnode: {sentence}", file=sys.stderr, flush=True)  # noqa: T201
+    print(f"esnode: {printable(sentence)}", file=sys.stderr, flush=True)  # noqa: T201
     for handler in log.handlers if log else ():
         if isinstance(handler, logging.FileHandler) and not _same_file(Path(handler.baseFilename)):
             handler.handle(logging.LogRecord("", logging.ERROR, "", 0, sentence, None, None))

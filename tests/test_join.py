@@ -51,7 +51,7 @@ class Coordinator(Doorman):
                 self.members.add(message.key)
                 return Enrolled(LOCK.run_id, 1)
             if isinstance(message, BlobAsk) and message.offset < self.part_limit:
-                return shelf.answer(message)
+                return shelf.answer(key, message)
             return None
 
         super().__init__(lambda key: key == PUBLIC_ONE_TIME or key in self.members, answer, host)
@@ -100,7 +100,9 @@ def test_a_join_makes_a_folder_and_the_next_needs_no_invite(coordinator: Coordin
     for again in (join.Request(), join.Request(run=LOCK.run_id.hex()[:4]), join.Request(invite=invite)):
         assert join.prepare(again, lines.append).name == "a"
     assert (folder / "task.jsonl").read_bytes() == DATA
-    assert not any(isinstance(message, Enrol) for _, message in coordinator.heard[heard:])
+    later = [message for _, message in coordinator.heard[heard:]]
+    assert not any(isinstance(message, Enrol) for message in later)
+    assert BlobAsk(1, 1, LOCK.run_id, 0) not in later, "the lock is here already"
     assert "used by another machine" in told(invite=invite, name="b")
     assert "never" not in told(run="ffff") and "no joined run has an id" in told(run="ffff")
 
@@ -274,6 +276,14 @@ def test_gpus_are_refused_where_there_are_none(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
         with pytest.raises(join.JoinError, match=words):
             join.choose_gpus("all")
+
+
+def test_words_of_a_coordinator_cannot_drive_the_terminal() -> None:
+    escape = "\x1b]0;owned\x07\x1b[2J"
+    with Doorman(lambda key: True, lambda key, message: Refuse(escape)) as door:
+        command = [sys.executable, "-m", "esnode.cli.main", "join", door.invite(LOCK.run_id)]
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 1 and "refuses: ?]0;owned??[2J" in done.stderr
 
 
 def test_the_command_fails_in_one_line(coordinator: Coordinator) -> None:

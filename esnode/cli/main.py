@@ -21,6 +21,7 @@ import click
 
 import esnode
 from protocol.errors import UserError
+from protocol.logfile import printable
 
 EXIT_BUG = 70
 EXIT_INTERRUPTED = 130
@@ -139,7 +140,7 @@ def explain(error: OSError) -> str | None:
 
 
 def fail(message: str, code: int = 1) -> NoReturn:
-    click.echo(f"esnode: {message}", err=True)
+    click.echo(f"esnode: {printable(message)}", err=True)
     sys.exit(code)
 
 
