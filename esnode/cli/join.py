@@ -18,6 +18,9 @@ import click
 @click.option(
     "--engine", type=click.Choice(["transformers", "vllm"]), help="What decodes [default: transformers]."
 )
+@click.option(
+    "--backend", type=click.Choice(["cpu", "triton", "reference"]), help="Kernels [default: the fastest]."
+)
 @click.option("--gpus", metavar="all|INDEX", help="Work on this CUDA device.")
 @click.option(
     "--task-code",
@@ -44,14 +47,11 @@ def join(
     model: str | None,
     name: str | None,
     threads: int | None,
-    engine: str | None,
     gpus: str | None,
     task_code: Path | None,
     data: Path | None,
     run_: str | None,
-    peer_port: int | None,
-    catch_up: str,
-    loader: str | None,
+    **passed: object,
 ) -> None:
     """Work for the run that INVITE lets this machine into, until it ends.
 
@@ -81,9 +81,9 @@ def join(
     )
     ready = joining.prepare(request, _say)
     words = [*ready.words, *(["--threads", str(threads)] if threads else [])]
-    words += ["--engine", engine] if engine else []
-    words += ["--catch-up", catch_up, *(["--peer-port", str(peer_port)] if peer_port is not None else [])]
-    sys.exit(daemon.main([*words, *(["--loader", loader] if loader else [])]))
+    for option, value in passed.items():  # those that only concern the daemon
+        words += [f"--{option.replace('_', '-')}", str(value)] if value is not None else []
+    sys.exit(daemon.main(words))
 
 
 def _say(line: str) -> None:
