@@ -18,7 +18,7 @@ from coordinator.gate import BindError
 from esnode import admin
 from esnode.link import Link, LinkError, State
 from protocol import keys, wire
-from protocol.messages import Ack, Bye, Refuse, Rehello, Unit
+from protocol.messages import Ack, Bye, Fetch, Refuse, Rehello, Unit
 from tests.door import BEAT, HELLO, N1, N2, SERVER, STRANGER, Door
 from tests.doorman import Doorman
 from tests.runs import Processes, make_folder, wait_for
@@ -129,7 +129,8 @@ def mutations() -> list[bytes]:
     """Frames that are no messages of a node, one of each sort and many random ones."""
     good = wire.encode(HELLO)
     chance = random.Random(7)
-    frames = [b"", b"\xc1", b"\x93", good[:-1], good + b"\x00", wire.encode(Rehello())]
+    frames = [wire.encode(Fetch(0, 1)) + bytes(64)]  # longer than a Fetch can be
+    frames += [b"", b"\xc1", b"\x93", good[:-1], good + b"\x00", wire.encode(Rehello())]
     frames += [msgpack.packb([8, [0, 0, 0, 0, 0], 0, [float("nan")], b"", 0, 0, 0, 0, [0, 0, 0], b""])]
     frames += [
         b"\xdd\xff\xff\xff\xff",
