@@ -47,6 +47,7 @@ def of(path: Path) -> dict[str, Any]:
     }
 
 
+DECISIONS = 5  # of the coordinator, that the table shows
 STYLES = {
     "ready": "green",
     "suspect": "yellow",
@@ -108,6 +109,8 @@ def _head(status: Mapping[str, Any]) -> Table:
         row("counted", ", ".join(f"{name} {count}" for name, count in status["counters"].items()))
     for refusal in status.get("refusals", []):
         row("refused", refusal)
+    for age, words in status.get("decisions", [])[-DECISIONS:]:
+        row(f"{age:.0f} s ago", words)
     if status.get("problem"):
         row("problem", status["problem"])
     return table
@@ -131,7 +134,7 @@ def _nodes(status: Mapping[str, Any]) -> Table:
             "-" if pace is None else f"{pace:.3g} s",
             *counts,
             _work(node) or "-",
-            node["reason"],
+            "; ".join(filter(None, (node["reason"], node.get("why")))),
             status.get("places", {}).get(node.get("key")) or "-",
         ]
         table.add_row(Text(plain(node["name"])), state, *(Text(plain(cell)) for cell in cells))

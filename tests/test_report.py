@@ -329,6 +329,14 @@ def test_the_status_table_says_who_does_what_and_why() -> None:
     assert "\x1b" not in shown and "\x07" not in shown
 
 
+def test_status_says_what_was_decided_last_and_why_a_node_has_its_work() -> None:
+    nodes = [{**STATUS["nodes"][0], "why": "its slice of every member"}, *STATUS["nodes"][1:]]
+    decisions = [[9.0 - k, f"lease: a duplicate member {k} (b seems to need 7 s more)"] for k in range(9)]
+    shown = text_of(standing.words({**STATUS, "nodes": nodes, "decisions": decisions}), width=200)
+    assert "its slice of every member" in shown
+    assert "1 s ago" in shown and "duplicate member 8" in shown and "member 3 (b" not in shown
+
+
 def test_sizes_and_clocks() -> None:
     assert [progress.size(count) for count in (0, 812, 1234, 3_400_000, 2e9)] == [
         "0 B",
