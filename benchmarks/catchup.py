@@ -15,6 +15,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -29,6 +30,7 @@ import zmq
 from protocol.keys import curve_public
 from protocol.peers import SLICE
 from tests.donors import Exchange
+from tests.runs import wait_for
 
 SECRETS = (bytes(range(32)), bytes(range(1, 33)))
 
@@ -98,24 +100,27 @@ def link(size: int) -> dict[str, Any]:
 
 
 def donating(size: int) -> dict[str, Any]:
-    """Work of one core in a loop for a while, alone and beside a donor that is pinned to the same core."""
-    core = min(os.sched_getaffinity(0))
+    """A loop on one core, in turns with a donor on the same core stopped and serving as fast as it may."""
+    cores = os.sched_getaffinity(0)
+    core = min(cores)
+    counts: dict[str, list[float]] = {"stopped": [], "serving": []}
     with tempfile.TemporaryDirectory() as folder, Exchange(Path(folder), size=size) as exchange:
         exchange.keep("a")
-        child = exchange.donor("a", rate=float(os.environ.get("RATE", "0")))
-        os.sched_setaffinity(child.process.pid, {core})
-        os.sched_setaffinity(0, {core})
-        alone = _spins(4.0)
-        os.sched_setaffinity(0, set(range(os.cpu_count() or 1)))
+        donor = exchange.donor("a")
         receiver = exchange.receive("a")
-        others = set(range(os.cpu_count() or 1)) - {core}
-        os.sched_setaffinity(receiver.process.pid, others or {core})
+        os.sched_setaffinity(donor.process.pid, {core})
+        os.sched_setaffinity(receiver.process.pid, cores - {core} or {core})
+        wait_for(lambda: receiver.said("fetching"), 60)
         os.sched_setaffinity(0, {core})
-        time.sleep(1.0)
-        beside = _spins(4.0)
-        served = [row[0] for row in child.said("served")]
-        os.sched_setaffinity(0, set(range(os.cpu_count() or 1)))
-    return {"alone": alone, "beside": beside, "share": beside / alone, "served": served[-1:]}
+        while not receiver.said("fetched") and len(counts["serving"]) < 10:
+            donor.process.send_signal(signal.SIGSTOP)
+            counts["stopped"].append(_spins(0.5))
+            donor.process.send_signal(signal.SIGCONT)
+            counts["serving"].append(_spins(0.5))
+        os.sched_setaffinity(0, cores)
+        done = receiver.said("fetching")[-1][0]
+    mean = {name: sum(rows) / len(rows) for name, rows in counts.items()}
+    return {"turns": len(counts["serving"]), "fetched": done, "share": mean["serving"] / mean["stopped"]}
 
 
 def _spins(seconds: float) -> float:
@@ -159,7 +164,6 @@ def replay(parameters: int, rounds: int) -> dict[str, Any]:
 
     from esnode import catchup
     from esnode.kernels.cpu import CpuKernels
-    from esnode.kernels.interface import Region
     from esnode.replica import Replica
     from esnode.slicemap import build
     from esnode.state import DTYPES
@@ -181,25 +185,24 @@ def replay(parameters: int, rounds: int) -> dict[str, Any]:
         replica.apply(chain[:1])  # compiled now
         masters = [(p.master.clone(), p.key, p.region) for p in replica.state.parts]
         weights = sum(int(m.numel()) for m, _, _ in masters)
-        began = time.monotonic()
-        replica.apply(chain[1 : 1 + catchup.FIRST_ROUNDS])
-        first = time.monotonic() - began
-        size = max(2, min(catchup.FUSED, int(catchup.BATCH_SECONDS / (first / catchup.FIRST_ROUNDS))))
-        rest = chain[1 + catchup.FIRST_ROUNDS :]
-        for start in range(0, len(rest), size):
-            replica.apply(rest[start : start + size])
-        whole = time.monotonic() - began
-        steps = [step_of(lock, entry) for entry in chain[1:]]
-        began = time.monotonic()
-        for start in range(0, len(steps), size):
+        spent = {"replica": 0.0, "kernels": 0.0}
+        done, size = 1, catchup.FIRST_ROUNDS
+        while done < len(chain):  # in turns, so that a busy machine is busy for both
+            entries = chain[done : done + size]
+            steps = [step for step in (step_of(lock, entry) for entry in entries) if step]
+            began = time.monotonic()
+            replica.apply(entries)
+            spent["replica"] += time.monotonic() - began
+            if done == 1:
+                pace = spent["replica"] / len(entries)
+                size = max(catchup.FIRST_ROUNDS, min(catchup.FUSED, int(catchup.BATCH_SECONDS / pace)))
+            began = time.monotonic()
             for master, key, region in masters:
-                assert isinstance(region, Region)
-                kernels.update(master, [s for s in steps[start : start + size] if s], key, region)
-        pure = time.monotonic() - began
-    return {
-        "weights": weights, "rounds": len(steps), "batch": size, "kernels": pure, "replica": whole,
-        "ratio": whole / pure,
-    }  # fmt: skip
+                kernels.update(master, steps, key, region)
+            spent["kernels"] += time.monotonic() - began
+            done += len(entries)
+    ratio = spent["replica"] / spent["kernels"]
+    return {"weights": weights, "rounds": rounds, "batch": size, **spent, "ratio": ratio}
 
 
 def _long_chain(lock: Any, rounds: int) -> list[Any]:

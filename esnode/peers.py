@@ -38,6 +38,9 @@ from protocol.peers import MOST_ADDRESSES
 START_SECONDS = 10.0  # until the donor has said where it listens
 AGAIN_SECONDS = 10.0  # before a donor that died is started again
 LINE_BYTES = 1 << 16
+EVERYWHERE = ("[::]", "*")  # both families, or IPv4 alone where there is no other
+# glibc would map and unmap memory for every slice, at the price of a page fault every 4 KB of it
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 25), "MALLOC_TRIM_THRESHOLD_": str(1 << 26)}
 
 
 class Child:
@@ -45,7 +48,8 @@ class Child:
 
     def __init__(self, module: str, *words: str) -> None:
         command = [sys.executable, "-m", module, *words]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env={**os.environ, **MALLOC})
         assert self.process.stdout is not None
         self.fd = self.process.stdout.fileno()
         os.set_blocking(self.fd, False)
@@ -104,9 +108,14 @@ class Peers:
         self._relay = ""
 
     @property
-    def fds(self) -> list[int]:
-        """What the daemon's poll waits for besides its sockets."""
-        return [child.fd for child in (self._donor, self._receiver) if child is not None and not child.ended]
+    def pids(self) -> list[int]:
+        """Of the processes that run."""
+        return [child.process.pid for child in (self._donor, self._receiver) if child is not None]
+
+    @property
+    def port(self) -> int:
+        """Of the peer socket, 0 while there is none."""
+        return zmtp.host_and_port(self._bind)[1] if self._bind else 0
 
     # ------------------------------------------------------------ serving
 
@@ -116,17 +125,20 @@ class Peers:
         On loopback alone when the coordinator is there too. `port` 0: any free one, the same after a restart
         where that is possible.
         """
-        host = "127.0.0.1" if zmtp.is_loopback(coordinator) else "*"
-        self._bind = f"tcp://{host}:{port}"
-        address = self._start_donor()
-        if not address:
+        for host in ("127.0.0.1",) if zmtp.is_loopback(coordinator) else EVERYWHERE:
+            self._bind = f"tcp://{host}:{port}"
+            address = self._start_donor()
+            if address:
+                break
+        else:
             return ()
         bound = zmtp.host_and_port(address)[1]
         self._bind = f"tcp://{host}:{bound}"
-        hosts = ["127.0.0.1"] if host != "*" else local_hosts(coordinator)
+        hosts = [host] if host == "127.0.0.1" else local_hosts(coordinator)
         return tuple(f"tcp://{name}:{bound}" for name in hosts)[:MOST_ADDRESSES]
 
     def _start_donor(self) -> str:
+        self._stop_donor()
         also = ("--also", self._server_key.hex())
         words = ("--folder", str(self._folder), "--bind", self._bind, "--rate", str(self._rate), *also)
         self._donor = Child("esnode.donor", *words)

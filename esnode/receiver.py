@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,14 @@ MEASURED_SECONDS = 1.0  # of transfer, or
 MEASURED_BYTES = 32 * 1024 * 1024  # of it, until a rate is told
 
 
+@dataclass
+class Growing:
+    """A part on its way from one donor, and how much of it is here."""
+
+    data: bytearray
+    got: int = 0
+
+
 class Receiver:
     """One transfer. `run` returns whether the snapshot is whole in the folder."""
 
@@ -60,7 +69,7 @@ class Receiver:
         self._names = {bytes.fromhex(donor["key"]): donor["name"] for donor in order["donors"]}
         self._state = transfer.new(tuple(self._lines), time.monotonic())
         self._head = bytearray()
-        self._buffers: dict[tuple[bytes, int], bytearray] = {}
+        self._buffers: dict[tuple[bytes, int], Growing] = {}
         self._hasher = ThreadPoolExecutor(1)
         self._checks: dict[tuple[bytes, int], Future[bool]] = {}
         self._manifest: Manifest | None = None
@@ -213,19 +222,20 @@ class Receiver:
         return have
 
     def _take_slice(self, key: bytes, message: PartData, now: float) -> None:
-        buffer = self._buffers.get((key, message.part))
-        if buffer is None or message.offset != len(buffer) or self._manifest is None:
+        growing = self._buffers.get((key, message.part))
+        if growing is None or message.offset != growing.got or self._manifest is None:
             return
-        first, size = self._manifest.header.part(message.part)
-        if len(buffer) + len(message.data) > size or not message.data:
+        end = growing.got + len(message.data)
+        if end > len(growing.data) or not message.data:
             return self._step(transfer.Lost(now, key, "it sent more than a part has"))
-        buffer += message.data
+        growing.data[growing.got : end] = message.data
+        growing.got = end
         self._step(transfer.Came(now, key, message.part, len(message.data)))
-        if len(buffer) < size or (key, message.part) not in self._buffers:
+        if end < len(growing.data) or (key, message.part) not in self._buffers:
             return
         del self._buffers[key, message.part]
-        place = self._manifest.data_start + first
-        check = partial(self._check, buffer, self._manifest.hashes[message.part], place)
+        place = self._manifest.data_start + self._manifest.header.part(message.part)[0]
+        check = partial(self._check, growing.data, self._manifest.hashes[message.part], place)
         self._checks[key, message.part] = self._hasher.submit(check)
 
     def _check(self, part: bytearray, expected: bytes, place: int) -> bool:
@@ -251,7 +261,8 @@ class Receiver:
                     self._head.clear()
                     self._send(key, HeadAsk(self._root, 0), SLICE)
                 case transfer.Ask(key, part, offset, size):
-                    self._buffers.setdefault((key, part), bytearray())
+                    if (key, part) not in self._buffers:
+                        self._buffers[key, part] = Growing(bytearray(self._state.size_of(part)))
                     self._send(key, PartAsk(self._root, part, offset, size), size)
                 case transfer.Drop(key, part):
                     self._buffers.pop((key, part), None)

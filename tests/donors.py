@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from esnode import snapshot
+from esnode.peers import MALLOC
 from esnode.snapshot import Array, Header
 from protocol import keys
 from protocol.entries import Admission, LockBody, RosterBody, seal
@@ -106,7 +107,7 @@ class Exchange:
 
     def start(self, name: str, module: str, *words: str) -> Child:
         command = [*self.prefix, sys.executable, "-m", module, *words]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, **MALLOC, "PYTHONPATH": str(ROOT)}
         pipe = subprocess.PIPE
         with (self.path / f"{name}.stderr").open("ab") as log:
             process = subprocess.Popen(

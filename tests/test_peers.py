@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
+import signal
+import socket
 import time
 from pathlib import Path
 
@@ -11,7 +15,8 @@ import zmq
 from coordinator import relay
 from coordinator.relayrules import SMALL_AT_ONCE, Accounts
 from esnode import snapshot
-from protocol import envelope, keys, wire
+from esnode.peers import AGAIN_SECONDS, Peers
+from protocol import envelope, keys, wire, zmtp
 from protocol.entries import RosterBody, parse, seal
 from protocol.keys import curve_public
 from protocol.ledger import LedgerFile
@@ -94,6 +99,36 @@ def test_no_room_and_a_donor_without_the_file(tmp_path: Path) -> None:
         exchange.donor("a")
         child = exchange.receive("a", spare=1 << 60)
         assert "do not fit on the disk" in exchange.wait(child)
+
+
+def test_the_daemon_opens_the_socket_for_both_families_and_starts_a_killed_donor_again(
+    tmp_path: Path,
+) -> None:
+    exchange = Exchange(tmp_path)
+    peers = Peers(exchange.node("a"), logging.getLogger("a"), curve_public(exchange.server), 0.0)
+    try:
+        (near,) = peers.serve("tcp://127.0.0.1:5555", 0)
+        assert near.startswith("tcp://127.0.0.1:") and answers(near)
+        for address in peers.serve("tcp://192.0.2.1:5555", 0):
+            assert "127.0.0.1" not in address and "[::1]" not in address
+        port = peers.port
+        assert answers(f"tcp://127.0.0.1:{port}")
+        os.kill(peers.pids[0], signal.SIGKILL)
+        wait_for(lambda: not peers.events(time.monotonic()) and not peers.pids, 10)
+        assert peers.events(time.monotonic() + AGAIN_SECONDS + 1) == [] and peers.port == port
+        wait_for(lambda: answers(f"tcp://127.0.0.1:{port}"))
+    finally:
+        peers.close()
+    assert not answers(f"tcp://127.0.0.1:{port}")
+
+
+def answers(address: str) -> bool:
+    host, port = zmtp.host_and_port(address)
+    try:
+        with socket.create_connection((host, port), 2.0):
+            return True
+    except OSError:
+        return False
 
 
 # ---------------------------------------------------------------- who gets an answer
