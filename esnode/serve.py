@@ -18,7 +18,7 @@ from esnode import begin, children, folder, planfile
 from esnode.begin import Request
 from esnode.folder import RunFolder, write_file
 from esnode.tell import Tell
-from protocol import keys, plan
+from protocol import keys, ledger, plan
 from protocol.errors import UserError
 from protocol.lock import Lock
 from protocol.plan import Ops, Plan
@@ -38,13 +38,14 @@ class Order:
     rounds: int | None = None
     code: Path | None = None
     allow: Sequence[str] = ()
+    recover: Path | None = None  # the ledger of a run whose coordinator is lost
 
 
 def take(order: Order) -> tuple[RunFolder, int]:
     """The folder, and the descriptor that keeps `esnode run` and other coordinators out of it."""
     place = RunFolder(order.data)
     if not place.is_run:
-        if order.source is None:
+        if order.source is None and order.recover is None:
             raise ServeError(
                 f"{order.data} holds no run yet: name its plan, `esnode coordinator serve PLAN`."
             )
@@ -59,10 +60,12 @@ def take(order: Order) -> tuple[RunFolder, int]:
 def settle(place: RunFolder, order: Order, tell: Tell) -> Lock:
     """Bring the folder to the point where it can be served. ServeError when it is another plan's."""
     found = planfile.read(order.source) if order.source is not None else None
-    if isinstance(found, Lock):
+    if isinstance(found, Lock) and order.recover is None:
         _from_lock(place, found, order)
-    elif found is not None and place.is_run:
+    elif found is not None and place.is_run and order.recover is None:
         _same_plan(place, found, order)
+    if order.recover is not None:
+        _from_ledger(place, order.recover, found, order)
     fresh = not place.is_run
     source = order.source if fresh else None
     try:
@@ -126,17 +129,42 @@ def _from_lock(place: RunFolder, lock: Lock, order: Order) -> None:
             "follow this coordinator. Write it into the plan's `trusted` and lock again, or put the key of "
             f"the user who made the lock into {keys.user_signing_file()}."
         )
-    data = _task_data(lock, order)
+    assert order.source is not None
+    data = _task_data(lock, order, order.source)
     named = {rule.name: getattr(lock, rule.name) for rule in fields(Plan) if rule.name != "ops"}
     write_file(place.task, data)
     write_file(place.lock, lock.to_bytes())
     write_file(place.plan, plan.render(Plan(**named, ops=Ops(rounds=order.rounds))).encode())
 
 
-def _task_data(lock: Lock, order: Order) -> bytes:
-    """The task's data, from --task-data or beside the lock; it must be what the lock was made with."""
-    assert order.source is not None
-    path = order.task_data or order.source.with_name("task.jsonl")
+def _from_ledger(place: RunFolder, path: Path, given: Plan | Lock | None, order: Order) -> None:
+    """The files of a lost coordinator's run, from its ledger; a folder that has them keeps them."""
+    reading = ledger.read(path)
+    if not reading.chain.height:
+        raise ServeError(f"nothing can be recovered from {path}: it is {reading}.")
+    lock, trusted = reading.chain.lock, [key.hex() for key in reading.chain.trusted]
+    if begin.own_key() not in trusted:
+        raise ServeError(
+            f"{path} does not trust this user's signing key {begin.own_key()}, so no node would follow this "
+            f"successor. Put a key that it trusts into {keys.user_signing_file()}."
+        )
+    if place.is_run:
+        if place.lock.exists() and folder.lock_of(place).run_id != lock.run_id:
+            raise ServeError(f"{place.path} holds another run than {path}. Choose another with --data.")
+        return
+    rounds = order.rounds or (given.ops.rounds if isinstance(given, Plan) else None)
+    if rounds is None:
+        raise ServeError(f"{path} does not say how long to train: add --rounds R, or name the plan.")
+    named = {rule.name: getattr(lock, rule.name) for rule in fields(Plan) if rule.name != "ops"}
+    ops = plan.changed(given, rounds=rounds).ops if isinstance(given, Plan) else Ops(rounds=rounds)
+    write_file(place.task, _task_data(lock, order, path))
+    write_file(place.lock, lock.to_bytes())
+    write_file(place.plan, plan.render(Plan(**named, ops=ops)).encode())
+
+
+def _task_data(lock: Lock, order: Order, source: Path) -> bytes:
+    """The task's data, from --task-data or beside `source`; it must be what the lock was made with."""
+    path = order.task_data or source.with_name("task.jsonl")
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -145,7 +173,7 @@ def _task_data(lock: Lock, order: Order) -> bytes:
             "--data` wrote, with --task-data."
         ) from error
     if hashlib.sha256(data).hexdigest() != lock.data:
-        raise ServeError(f"{path} is not the data that {order.source} was made with (its SHA-256 differs).")
+        raise ServeError(f"{path} is not the data that {source} was made with (its SHA-256 differs).")
     return data
 
 

@@ -62,6 +62,13 @@ def key() -> None:
     metavar="NAME",
     help="Let a node of this machine in, with a key under DATA/nodes; may be repeated.",
 )
+@click.option(
+    "--recover-from",
+    type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    metavar="LEDGER",
+    help="Be the successor of a coordinator that is lost, from a ledger that survived.",
+)
+@click.option("--force", is_flag=True, help="A successor does not wait for those who did the recent work.")
 @click.option("--metrics", metavar="[HOST:]PORT", help="Numbers for Prometheus there; loopback if no HOST.")
 @click.option(
     "--relay",
@@ -79,6 +86,8 @@ def serve(
     task_data: Path | None,
     code: Path | None,
     allow: tuple[str, ...],
+    recover_from: Path | None,
+    force: bool,
     metrics: str | None,
     relay: str | None,
     plain: bool,
@@ -95,13 +104,22 @@ def serve(
       esnode coordinator serve plan.toml --bind tcp://0.0.0.0:5555 --data runs/mine
       esnode coordinator serve --bind tcp://[::]:5555 --advertise train.example.org --data runs/mine
       esnode coordinator serve lock.json --task-data task.jsonl --rounds 300 --data runs/mine
+      esnode coordinator serve --recover-from node.ledger --rounds 300 --data runs/heir
     """
     from rich.console import Console
 
     from esnode import progress
     from esnode import serve as serving
 
-    order = serving.Order(data=data, source=plan, task_data=task_data, rounds=rounds, code=code, allow=allow)
+    order = serving.Order(
+        data=data,
+        source=plan,
+        task_data=task_data,
+        rounds=rounds,
+        code=code,
+        allow=allow,
+        recover=recover_from,
+    )
     place, descriptor = serving.take(order)
     with progress.bars(Console(stderr=True)) as tell:
         serving.settle(place, order, tell)
@@ -109,6 +127,8 @@ def serve(
     words = ["--bind", bind, "--invites", str(int(first and not plain) if invites is None else invites)]
     words += ["--metrics", metrics] if metrics else []
     words += ["--relay", relay] if relay else []
+    words += ["--recover-from", str(recover_from)] if recover_from else []
+    words += ["--force"] if force else []
     for address in advertise:
         words += ["--advertise", address]
     serving.become(place, descriptor, [*words, *(["--plain"] if plain else [])])
