@@ -70,6 +70,8 @@ def lay_out(place: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow  # four starts of a real model: a minute on two idle cores
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(
     any(shutil.which(tool) is None for tool in ("bash", "curl", "sqlite3")), reason="no bash, curl or sqlite3"
 )
