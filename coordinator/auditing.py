@@ -30,6 +30,7 @@ from protocol.messages import Ack, Evidence, EvidenceAsk, Kind, Message, Result,
 
 RECENT = 2 * REFERENCES + 2  # results remembered as references
 QUEUE = 2  # units a node holds, an audit among them
+SMALL_POOL = 16  # nodes up to which every result may look at all of them for a second node
 LONGEST_WAIT = 60.0  # seconds a complete round waits at most for a second result
 ASK_AGAIN = 3.0
 PATIENCE = 30.0  # seconds without an answer, after which an audit is judged without it
@@ -52,7 +53,7 @@ def on_result(turn: Turn, peer: bytes, result: Result) -> None:
         cases = (*cases, case)
         turn.count("audits begun")
     turn.set(audits=replace(audits, cases=cases, recent=(*audits.recent, half)[-RECENT:]))
-    give_out(turn)
+    give_out(turn, None if len(turn.nodes) <= SMALL_POOL else [peer])
 
 
 def _chosen(turn: Turn, unit: Unit, share: float) -> bool:
@@ -61,17 +62,18 @@ def _chosen(turn: Turn, unit: Unit, share: float) -> bool:
     return int.from_bytes(drawn, "little") < share * 2**64
 
 
-def give_out(turn: Turn) -> None:
-    """Find a second node for every audit that has none: the least loaded one that may take units."""
+def give_out(turn: Turn, keys: Sequence[bytes] | None = None) -> None:
+    """Find a second node, among these or all, for every audit without: the least loaded that may work."""
     if turn.over:
         return
+    nodes = turn.nodes if keys is None else {key: turn.nodes[key] for key in keys}
     for case in turn.audits.cases:
         if case.auditor or case.round != turn.round.number:
             continue
         unit = case.first.unit
         room = [
             (len(node.leases), node.number or 0, key)
-            for key, node in turn.nodes.items()
+            for key, node in nodes.items()
             if key != case.first.key
             and len(node.leases) < QUEUE
             and all(lease.unit != unit for lease in node.leases)
