@@ -208,9 +208,19 @@ def on_tick(turn: Turn) -> None:
 
 def forget(turn: Turn, key: bytes) -> None:
     """A node says Hello anew: what it measured before may have gone with its process."""
-    kept = tuple(case for case in turn.audits.cases if key not in (case.first.key, case.auditor))
-    if len(kept) < len(turn.audits.cases):
-        turn.set(audits=replace(turn.audits, cases=kept))
+    audits = turn.audits
+    kept = tuple(
+        replace(case, mine=_without(case.mine, key), theirs=_without(case.theirs, key))
+        for case in audits.cases
+        if key not in (case.first.key, case.auditor)
+    )
+    recent = _without(audits.recent, key)
+    if (kept, recent) != (audits.cases, audits.recent):
+        turn.set(audits=replace(audits, cases=kept, recent=recent))
+
+
+def _without(halves: tuple[Half, ...], key: bytes) -> tuple[Half, ...]:
+    return tuple(half for half in halves if half.key != key)
 
 
 # ---------------------------------------------------------------- the judgement

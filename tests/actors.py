@@ -141,7 +141,8 @@ class SimCoordinator(Actor):
         self.state = self.recall()
         nonce = self.world.random.randbytes(8)
         term = machine.next_term(self.state)
-        self._process([ce.Started(self.clock, term, nonce, self.wall, recover=self.recover)])
+        secret = self.world.random.randbytes(32)
+        self._process([ce.Started(self.clock, term, nonce, self.wall, secret, self.recover)])
 
     def kill(self) -> None:
         if self.up:

@@ -15,6 +15,7 @@ from protocol.lock import Lock
 from protocol.messages import Kind
 
 SPARE = 128  # kinds of counters, kept refusals, units told
+EVIDENCE = 256  # units whose scores a node keeps beyond three rounds
 GROWS = {"history", "scores", "chain"}  # one element per round or entry: the run itself
 SIZED = {tuple, list, dict, set, frozenset}
 WHOLE = {"lock", "ops", "about", "key"}
@@ -41,4 +42,4 @@ def coordinator(state: State) -> str:
 
 def node(state: NodeState, lock: Lock) -> str:
     """What exceeds its limit in a node; "" for nothing."""
-    return _over(state, SPARE + lock.members * lock.chunk_count(Kind.MEMBER))
+    return _over(state, SPARE + EVIDENCE + 3 * lock.members * lock.chunk_count(Kind.MEMBER))

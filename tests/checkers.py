@@ -8,7 +8,17 @@ from collections.abc import Callable, Sequence
 from msgspec.structs import replace
 
 from coordinator import machine
-from coordinator.events import Effect, EntryAppended, Event, FaultFound, Persist, Record, ResultAccepted, Send
+from coordinator.events import (
+    Audited,
+    Effect,
+    EntryAppended,
+    Event,
+    FaultFound,
+    Persist,
+    Record,
+    ResultAccepted,
+    Send,
+)
 from coordinator.state import State
 from esnode.nodestate import State as NodeState
 from protocol.entries import GENESIS, CommitBody, Entry, EntryKind, ScoreBody, parse
@@ -37,6 +47,12 @@ def _told(state: State) -> str:
     return f"{[entry.hash for entry in state.chain.entries]} {re.sub(' at 0x[0-9a-f]+', '', rest)}"
 
 
+def _audited(before: State, after: State, peer: bytes, unit: Unit) -> bool:
+    """Whether this node measures this unit a second time, as an audit."""
+    cases = (*before.audits.cases, *after.audits.cases)
+    return any(case.auditor == peer and case.first.unit == unit for case in cases)
+
+
 class Checkers:
     """The omniscient observer. It sees every flush, every message sent, every apply."""
 
@@ -55,6 +71,7 @@ class Checkers:
         self.batches = 0
         self.let_in: set[bytes] = set()  # keys that were on the list when somebody was told
         self.honest = True  # whether every node measures and applies what it should
+        self.liars = False  # whether somebody reports what it has not measured
         self.flipped = False  # whether memory changes by itself: a lone node may save it
         self.faulty: set[str] = set()  # nodes whose replica may be wrong for a while
 
@@ -113,7 +130,7 @@ class Checkers:
     def _replay(self, entry: Entry, body: CommitBody, before: Known) -> None:
         """D and every reward are what an independent replay finds."""
         require(entry.digest == digest_of(before.master), f"round {entry.round}: D is not the replay's")
-        for member in body.members:
+        for member in body.members if not self.liars else ():
             right = self.truth.member_reward(before.master, entry.round, member.index, body.sigma)
             what = f"round {entry.round}: reward of {member.index} is not the measured one"
             require(member.reward == right, what)
@@ -121,7 +138,7 @@ class Checkers:
     def _score(self, body: ScoreBody, before: Known) -> None:
         right = self.truth.probe(before.master, body.state_round)
         same = (body.sums, body.correct) == (right.sums, right.correct)
-        require(same or not self.honest, "a score is not the measured one")
+        require(same or self.liars or not self.honest, "a score is not the measured one")
         require(body.state_round not in before.scored, "a state is scored twice")
 
     def stored(self, name: str, held: Sequence[bytes], raws: Sequence[bytes]) -> None:
@@ -167,15 +184,15 @@ class Checkers:
                     return
                 self._recorded(before, after, effect.record)
             elif isinstance(effect, Send) and isinstance(effect.message, Ack):
-                if effect.message.verdict == "ok":
-                    self.promises.acknowledge(effect.message.unit)
+                if effect.message.verdict == "ok" and not self.promises.acknowledge(effect.message.unit):
+                    audit = _audited(before, after, effect.peer, effect.message.unit)
+                    require(audit, "an Ack without its record")
             elif isinstance(effect, Send) and isinstance(effect.message, Assign):
                 unit, parent = effect.message.unit, effect.message.parent
                 lost = any(state[:8] == parent for state in self.forgiven)
                 known = set() if lost else self.promises.of(parent)
-                require(
-                    not cells_of(unit) <= known, f"{unit} is assigned although all of it was acknowledged"
-                )
+                again = _audited(before, after, effect.peer, unit) or not cells_of(unit) <= known
+                require(again, f"{unit} is assigned although all of it was acknowledged")
 
     def _recorded(self, before: State, after: State, record: Record) -> None:
         if isinstance(record, EntryAppended):
@@ -183,10 +200,17 @@ class Checkers:
         elif isinstance(record, ResultAccepted):
             self._accepted(before, after, record.evaluator)
             self.promises.record(record)
-        elif isinstance(record, FaultFound) and after.round is not None:
-            numbers = {**after.numbers, **before.numbers}
-            if record.key in numbers:
-                self.promises.drop(numbers[record.key], after.round.parent[:8])
+        elif isinstance(record, FaultFound):
+            self._distrust(before, after, record.key)
+        elif isinstance(record, Audited):
+            for key, _ in record.quarantine:
+                self._distrust(before, after, key)
+
+    def _distrust(self, before: State, after: State, key: bytes) -> None:
+        """What this node measured in the open round counts no more."""
+        numbers = {**after.numbers, **before.numbers}
+        if key in numbers and before.round is not None:
+            self.promises.drop(numbers[key], before.round.parent[:8])
 
     def sent(self, message: Message, coordinator: State | None) -> None:
         """A message leaves a process."""
@@ -195,7 +219,7 @@ class Checkers:
         elif isinstance(message, Entries):
             for height, raw in enumerate(message.entries, message.first):
                 self._shown(height, raw)
-        elif isinstance(message, Result):
+        elif isinstance(message, Result) and not self.liars:
             key = (message.unit, message.parent, message.digest)
             right = self.measured.setdefault(key, message.sums)
             require(right == message.sums, f"{message.unit} was measured twice with different sums")

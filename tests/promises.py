@@ -32,13 +32,16 @@ class Promises:
             self.digests[key] = record.result.digest
         self.accepted = record.evaluator, record.result
 
-    def acknowledge(self, unit: Unit) -> None:
-        """Its Ack says "ok"."""
-        assert self.accepted is not None and self.accepted[1].unit == unit, "an Ack without its record"
+    def acknowledge(self, unit: Unit) -> bool:
+        """Its Ack says "ok"; False when there was no record for it."""
+        if self.accepted is None or self.accepted[1].unit != unit:
+            return False
         evaluator, result = self.accepted
+        self.accepted = None
         held = self.held.setdefault(result.parent, {})
         for cell in cells_of(unit):
             held.setdefault(cell, evaluator)
+        return True
 
     def drop(self, evaluator: int, state: bytes) -> None:
         """What somebody measured on a state counts no more; a probe it took part in begins anew."""

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ from protocol.messages import Bye, Enrol, Enrolled, Kind, Message, Refuse, Unit
 from tests.actors import COORDINATOR, Actor
 from tests.checkers import require
 from tests.larder import Larder, started
-from tests.replica import NAME, Replica, measure
+from tests.replica import NAME, Outcome, Replica, measure
 
 if TYPE_CHECKING:
     from tests.world import World
@@ -47,6 +48,7 @@ class SimNode(Actor):
         self.disk = Disk()
         self.poisoned: set[int] = set()  # members this node cannot evaluate
         self.invite: bytes | None = None  # the one-time key of a machine that joins by one
+        self.lie: Callable[[Outcome], Outcome] = lambda outcome: outcome
         self.hung = 0.0  # seconds the next evaluation hangs
         self.replica = Replica(world.lock)
         self.larder = Larder(self)
@@ -259,7 +261,7 @@ class SimNode(Actor):
             self.job += 1
             if unit.kind == Kind.MEMBER and unit.member in self.poisoned:
                 return self.step(ne.EvaluationFailed(self.clock, unit, "out of memory"))
-            outcome = measure(lock, master, unit, sigma)
+            outcome = self.lie(measure(lock, master, unit, sigma))
             self.step(ne.Evaluated(self.clock, unit, outcome))
 
         self.later(seconds / 2, halfway)

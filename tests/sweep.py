@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import math
 import random
 import subprocess
 import time
@@ -15,7 +16,7 @@ import traceback
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from protocol.plan import bf16
 from tests import people
 from tests.actors import COORDINATOR
 from tests.network import Faults
+from tests.replica import Outcome, evidence_of
 from tests.world import World
 
 SAFETY = 40.0  # virtual seconds of faults
@@ -88,7 +90,7 @@ def of_seed(seed: int) -> World:
     rng = random.Random(f"world {seed}")
     dice = random.Random(f"calm {seed}")
     calm = dice.random() < 0.1
-    every = dice.choice((0, 1, 2))
+    every, audits = dice.choice((0, 1, 2)), dice.choice((0.0, 0.02, 0.5))
     if dice.random() < 0.05:
         return long_world(seed)
     world = World(
@@ -101,6 +103,7 @@ def of_seed(seed: int) -> World:
             "eval_every": rng.choice((0, 1, 2)),
             "quorum": rng.choice((1.0, 1.0, 1.0, 0.5)),
             "snapshot_every": every,
+            "audit_share": audits,
         },
         members=rng.choice((4, 6)),
         mirrored=rng.random() < 0.4,
@@ -265,6 +268,25 @@ def succession(world: World, rng: random.Random) -> None:
     )
 
 
+def liars(world: World, rng: random.Random) -> None:
+    """A node reports more than it measured, with scores that bear it out or with none that do."""
+    names = [name for name in sorted(world.nodes) if name != KEEPER]
+    if not names:
+        return
+    world.checkers.liars = True
+    consistent = rng.random() < 0.5
+
+    def more(outcome: Outcome) -> Outcome:
+        scores = tuple(min(score + 0.1, 1.0) for score in outcome.scores)
+        size = len(scores) // len(outcome.sums) or 1
+        sums = tuple(math.fsum(scores[k * size : (k + 1) * size]) for k in range(len(outcome.sums)))
+        if not consistent:
+            return replace(outcome, sums=sums)
+        return replace(outcome, sums=sums, scores=scores, evidence=evidence_of(scores))
+
+    world.nodes[rng.choice(names)].lie = more
+
+
 Mischief = Callable[[World, random.Random], None]
 MISCHIEF: tuple[tuple[float, Mischief], ...] = (
     (0.3, poisoned),
@@ -285,6 +307,7 @@ MISCHIEF: tuple[tuple[float, Mischief], ...] = (
     (0.2, flips),
     (0.2, amends),
     (0.15, succession),
+    (0.15, liars),
 )
 IN_CALM: tuple[tuple[float, Mischief], ...] = (
     (1.0, miscomputes),

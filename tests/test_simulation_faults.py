@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from coordinator.events import KeyAllowed
 from protocol.entries import CommitBody
-from protocol.messages import Enrolled, NodeBeat
+from protocol.messages import Enrolled, NodeBeat, Rehello
 from tests import people
 from tests.network import LOST
 from tests.world import World
@@ -163,7 +165,9 @@ def test_a_revoked_node_is_out_at_once_and_may_be_put_back() -> None:
     assert world.nodes["node-1"].stopped == ("revoked: sold", 1)
     world.run()
     numbers = {member.evaluator for body in commits(world)[-2:] for member in body.members}
-    assert numbers == {0, 2}, "put back under a new number"
+    now = world.coordinator.state.numbers
+    assert numbers == set(now.values()), "put back under a new number"
+    assert now[world.nodes["node-1"].key] == 2
 
 
 # ---------------------------------------------------------------- snapshots
@@ -209,3 +213,37 @@ def test_a_restarted_node_resumes_from_its_own_snapshot() -> None:
     torn.crash("node-1", at=9.0, down=1.0)
     torn.at(9.5, torn.nodes["node-1"].larder.tear)
     torn.run()
+
+
+# ---------------------------------------------------------------- audits and successors
+
+
+def test_a_node_that_loses_its_evidence_by_restarts_is_no_liar() -> None:
+    """Its scores served as references of audits after they had gone with its process: quarantine."""
+    world = World(seed=54, nodes=3, rounds=6, ops={"audit_share": 1.0})
+    for at in (2.0, 3.5, 5.0, 6.5, 8.0, 9.5):
+        world.crash("node-2", at=at, down=0.3)
+    world.run()
+    assert not world.coordinator.state.quarantined
+    assert world.status()["counters"]["audits"] >= 5
+
+
+def test_a_liar_without_evidence_is_in_quarantine_after_one_audit() -> None:
+    world = World(seed=55, nodes=3, rounds=4, ops={"audit_share": 0.5})
+    world.checkers.liars = True
+    world.nodes["node-1"].lie = lambda outcome: replace(outcome, sums=tuple(s + 0.1 for s in outcome.sums))
+    world.run()
+    assert list(world.coordinator.state.quarantined) == [world.nodes["node-1"].key]
+    liar = world.coordinator.state.numbers[world.nodes["node-1"].key]
+    assert liar not in {member.evaluator for member in commits(world)[-1].members}
+
+
+def test_a_successor_takes_the_longest_ledger_that_was_shown() -> None:
+    """Other nodes' ledgers were longer than the one recovered from, and their second Hello was lost."""
+    world = World(seed=56, nodes=3, rounds=6)
+    world.network.cut("node-1", 4.0, 9.0)
+    people.recover(world, at=9.0, source="node-1")
+    world.network.hold("node-0", Rehello, LOST, times=2)
+    world.network.hold("node-2", Rehello, LOST, times=2)
+    world.run()
+    assert not world.checkers.tree.dead()
