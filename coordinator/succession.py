@@ -183,6 +183,8 @@ def on_entries(turn: Turn, peer: bytes, message: Entries) -> str:
         return ""
     _put(turn, "questions", peer, None)
     _put(turn, "branches", peer, branch)
+    if turn.state.lineage.waiting:
+        _judge(turn, peer, turn.allowed[peer], branch)  # now: this successor may begin any moment
     turn.send(peer, Rehello())  # its next Hello is judged by what it holds
     return ""
 

@@ -297,3 +297,4 @@ def test_sybils_that_hide_the_newest_commits_do_not_count_for_more_than_their_wo
     world.run()
     assert raws_of(world, "node-1")[: len(held)] == held and heir.state.chain.ended
     assert sum(entry.kind is EntryKind.COMMIT for entry in heir.state.chain.entries) == 6
+    assert not heir.state.lineage.orphaned
