@@ -256,7 +256,7 @@ def test_a_cloned_folder_that_signs_the_same_round_stops_everything_and_prints_b
 
 
 def test_of_two_successors_at_most_one_begins() -> None:
-    world = world_of(nodes=4, rounds=80, paces=(0.1,))
+    world = world_of(nodes=4, rounds=40, paces=(0.1,))
     committed(world, 2)
     lose_coordinator(world)
     ledger = raws_of(world)
