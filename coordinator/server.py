@@ -12,7 +12,6 @@ import argparse
 import gc
 import logging
 import os
-import resource
 import signal
 import sys
 import time
@@ -44,6 +43,7 @@ from coordinator.events import (
 )
 from coordinator.gate import BindError, Gate
 from coordinator.journal import Journal, entries_of
+from coordinator.options import parse, raise_file_limit
 from coordinator.orders import Orders
 from coordinator.outputs import Outputs
 from coordinator.relay import read_status
@@ -51,7 +51,8 @@ from coordinator.relaychild import RelayChild, relay_bind
 from coordinator.scrape import Scrape
 from coordinator.setup import Setup, publish_address, usual_address
 from protocol import logfile
-from protocol.entries import EntryKind, parse
+from protocol.entries import EntryKind
+from protocol.entries import parse as parse_entry
 from protocol.errors import UserError
 from protocol.keys import curve_public
 from protocol.messages import Ack, Assign, Result, Unit
@@ -61,7 +62,6 @@ BATCH = 512  # frames per turn: one flush for all of them
 EXIT_BUG = 70
 EXIT_INTERRUPTED = 130
 GC_AFTER = 50_000  # new objects between looks for cycles
-SPARE_FILES = 64  # descriptors beyond one per node
 
 
 class Server:
@@ -228,7 +228,7 @@ class Server:
                 self._stopped = effect
 
     def _prune(self, raw: bytes) -> None:
-        entry = parse(raw)
+        entry = parse_entry(raw)
         if entry.kind == EntryKind.COMMIT:
             self._journal.prune(entry.round)
             self._unit_bytes = {
@@ -304,47 +304,9 @@ class Server:
         self._journal.close()
 
 
-def raise_file_limit(nodes: int, log: logging.Logger) -> None:
-    """One descriptor per connection: use what the system allows, and say so when it is too little."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = nodes + SPARE_FILES
-    if soft < needed:
-        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    if soft < needed:
-        log.warning(
-            "the limit of open files (%d) is too low for %d nodes; raise it with ulimit -n", soft, nodes
-        )
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, serve, and turn refusals into one sentence and exit code 1."""
-    parser = argparse.ArgumentParser(
-        prog="coordinator.server", description="Serve the run of a folder to its nodes."
-    )
-    parser.add_argument(
-        "--data", type=Path, required=True, help="the run's folder (lock.json, plan.toml, coordinator/)"
-    )
-    parser.add_argument(
-        "--bind", default="tcp://127.0.0.1:0", help="address to listen on; port 0 means any free port"
-    )
-    parser.add_argument(
-        "--advertise", action="append", default=[], help="address that invites name (may be repeated)"
-    )
-    parser.add_argument("--invites", type=int, default=0, help="how many invites to print when listening")
-    parser.add_argument("--plain", action="store_true", help="no encryption: tests on loopback only")
-    parser.add_argument(
-        "--relay",
-        metavar="tcp://HOST:PORT",
-        help="where nodes that cannot dial each other exchange snapshots; off: nowhere; "
-        "default: any port of --bind's host, unless that is loopback",
-    )
-    parser.add_argument(
-        "--recover-from", type=Path, metavar="LEDGER", help="be the successor of a coordinator that is lost"
-    )
-    parser.add_argument("--force", action="store_true", help="a successor does not count who has answered")
-    parser.add_argument("--metrics", metavar="[HOST:]PORT", help="serve numbers for Prometheus there")
-    options = parser.parse_args(arguments)
+    options = parse(arguments)
     log: logging.Logger | None = None
     try:
         setup = Setup.load(options.data)

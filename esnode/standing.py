@@ -69,12 +69,12 @@ def words(status: Mapping[str, Any]) -> Group:
     parts: list[RenderableType] = [_head(status)]
     if status.get("nodes"):
         parts += [Text(), _nodes(status)]
-    door = [*_peers(status), *_door(status)]
-    if door:
-        table = _grid()
-        for name, text in door:
-            table.add_row(Text(name), Text(plain(text)))
-        parts += [Text(), table]
+    for rows in ([*_peers(status), *_branches(status)], list(_door(status))):
+        if rows:
+            table = _grid()
+            for name, text in rows:
+                table.add_row(Text(plain(name)), Text(plain(text)))
+            parts += [Text(), table]
     return Group(*parts)
 
 
@@ -134,7 +134,7 @@ def _nodes(status: Mapping[str, Any]) -> Table:
             "-" if pace is None else f"{pace:.3g} s",
             *counts,
             _work(node) or "-",
-            "; ".join(filter(None, (node["reason"], node.get("why")))),
+            _why(node),
             status.get("places", {}).get(node.get("key")) or "-",
         ]
         table.add_row(Text(plain(node["name"])), state, *(Text(plain(cell)) for cell in cells))
@@ -166,6 +166,22 @@ def _peers(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "relay", text + f", {dropped} frames refused" * bool(dropped)
 
 
+def _branches(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Replicas that differ, ledgers that differ, what a successor left behind."""
+    dispute = (status.get("proof") or {}).get("dispute")
+    if dispute:
+        sides = "; ".join(f"{digest}: {', '.join(names)}" for digest, names in dispute["sides"].items())
+        yield "dispute", f"replicas differ after {dispute['rounds']} rounds: {sides}"
+    succession = status.get("succession") or {}
+    for name, height in succession.get("other_branches", {}).items():
+        yield "other branch", f"{name}, which holds {height} entries"
+    for left in succession.get("left_behind", []):
+        yield (
+            "left behind",
+            f"entries {left['first']} to {left['last']} of term {left['term']}, by {left['node']}",
+        )
+
+
 def _door(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """What the gate refused, by whom and why; keys that knock; invites."""
     wire = status.get("wire", {})
@@ -179,6 +195,12 @@ def _door(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         states = Counter(invite["state"].partition(":")[0] for invite in invites)
         counted = ", ".join(f"{count} {state}" for state, count in states.items())
         yield "invites", f"{counted} (esnode nodes list)"
+
+
+def _why(node: Mapping[str, Any]) -> str:
+    """Why a node stands as it does, what it was given and why, and what was once wrong with it."""
+    words = [node["reason"], node.get("why"), node.get("fault")]
+    return "; ".join(filter(None, words))
 
 
 def _work(node: Mapping[str, Any]) -> str:
