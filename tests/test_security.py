@@ -137,4 +137,4 @@ def test_an_untrusted_key_does_not_go_on(tmp_path: Path) -> None:
     keys.write_signing(tmp_path / "coordinator" / "signing.key", SPARE_SEED)
     with Processes(tmp_path) as processes:
         assert processes.coordinator().wait(10) == 1
-        assert "is not among the keys this run's lock trusts" in processes.words("coordinator")
+        assert "does not trust this coordinator's signing key" in processes.words("coordinator")

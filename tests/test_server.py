@@ -159,7 +159,7 @@ def test_malformed_frames_are_counted_and_harmless(door: Door) -> None:
         deadline = time.monotonic() + 3
         while sum(door.refused("n2").values()) < sent and time.monotonic() < deadline:
             assert door.pump(0.02) == []
-    assert set(door.refused("n2")) == {"malformed", "oversized"} and sum(door.refused("n2").values()) == sent
+    assert set(door.refused("n2")) <= {"malformed", "oversized"} and sum(door.refused("n2").values()) == sent
     assert door.say(door.link(N1), HELLO) == [(keys.curve_public(N1), HELLO)]
     attacker.send(wire.encode(HELLO))
     assert door.pump(1.0) == [(keys.curve_public(N2), HELLO)], (
@@ -394,7 +394,7 @@ def test_foreign_signing_key(tmp_path: Path) -> None:
     keys.new_signing_file(tmp_path / "coordinator" / "signing.key")
     with Processes(tmp_path) as processes:
         assert processes.coordinator().wait(10) == 1
-        assert "is not among the keys this run's lock trusts" in processes.words("coordinator")
+        assert "does not trust this coordinator's signing key" in processes.words("coordinator")
 
 
 def test_ledger_the_journal_does_not_know(tmp_path: Path) -> None:
