@@ -315,7 +315,17 @@ def test_the_status_table_says_who_does_what_and_why() -> None:
         "places": {"aa": "192.0.2.9"},
         "decisions": [[9.0, "n2 lost its lease"], [2.0, "member 3 goes\x1b[2J to n1"]],
         "snapshots": {
-            "peers": {"n2": {"reached": "direct by 1", "kept": [4, 6], "faults": {"n1": "a wrong part"}}}
+            "peers": {
+                "n2": {
+                    "addresses": ["tcp://192.0.2.9:1"],
+                    "reached": "direct by 1",
+                    "kept": [4, 6],
+                    "serving": 0,
+                    "donor": "yes",
+                    "catching_up": "",
+                    "faults": {"n1": "a wrong part"},
+                }
+            }
         },
         "proof": {"dispute": {"rounds": 5, "sides": {"aa": ["n1"], "bb": ["n2", "n3"]}}},
         "wire": {"refused": {"unknown": {"not encrypted": 4}}, "strangers": {"4f1c": 2}},
@@ -325,7 +335,7 @@ def test_the_status_table_says_who_does_what_and_why() -> None:
     lines = [" ".join(line.split()) for line in shown.splitlines()]
     assert "gpu?[2J-7 ready 2.35 s 17 3 2 1 member 2 chunks 0-3 41% at round 6 192.0.2.9" in lines
     for words in (
-        "direct by 1, keeps the state of round 6; n1: a wrong part",
+        "reached direct by 1; snapshots of rounds 4, 6; n1 complains: a wrong part",
         "replicas differ after 5 rounds: aa: n1; bb: n2, n3",
         "member 3 goes?[2J to n1",
         "revoked: ?sold",
