@@ -293,5 +293,5 @@ class Turn:
 
     def census(self) -> None:
         """Recount who is there."""
-        there = [node for node in self.nodes.values() if alive(node, self.now)]
+        there = [n for n in self.nodes.values() if alive(n, self.now) and not n.quarantined]
         self.set(alive=tuple(sorted(node.number for node in there if node.number is not None)))

@@ -16,6 +16,8 @@ from tests.sweep import check, examine, fresh_window, sweep
 KNOWN_BAD: dict[int, str] = {
     137: "a hung engine and a long outage: takes longest to end",
     384: "a poisoned member on a lone node",
+    30286: "a member that failed on the only honest node waited for one in quarantine, for ever",
+    30305: "the same",
     68: "a torn ledger file under a running node was a fault of the simulator itself",
 }
 FIXED = range(40)
