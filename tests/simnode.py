@@ -200,8 +200,8 @@ class SimNode(Actor):
 
     def _store(self, first: int, raws: tuple[bytes, ...]) -> None:
         require(first <= len(self.disk.raws), f"{self.name} stores entry {first} behind a gap")
-        self.world.checkers.stored(self.name, self.disk.raws[:first], raws)
         if not self.out_of_room():
+            self.world.checkers.stored(self.name, self.disk.raws[:first], raws)
             self.disk.raws[first:] = raws
 
     # ------------------------------------------------------------ the engine
