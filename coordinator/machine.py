@@ -190,6 +190,9 @@ def _linger(turn: Turn, since: float) -> None:
     else:
         over = bool(state.nodes) or state.now - since >= LINGER_ALONE
     if over:
+        for key, node in state.nodes.items():
+            if node.left.startswith(RELEASED):  # it may be connected still: paused
+                turn.send(key, Bye(RUN_ENDED))
         turn.stop(f"{RUN_ENDED}: {state.chain.round} rounds are committed", 0)
 
 
@@ -223,7 +226,7 @@ def _on_message(turn: Turn, peer: bytes, message: Message) -> None:
     if node is None:
         return turn.send(peer, Rehello())
     if node.left:
-        return turn.send(peer, Bye(node.left))
+        return turn.send(peer, Bye(_goodbye(turn, node.left)))
     turn.set_node(replace(node, heard=turn.now))
     handler = _HANDLERS.get(type(message))
     if turn.state.lineage.waiting and isinstance(message, Result | Failed):
@@ -344,7 +347,7 @@ def _on_release(turn: Turn, peer: bytes, message: Release) -> None:
     turn.take_all(peer)
     node, reason = turn.nodes[peer], message.reason[:MAX_NOTE]
     turn.set_node(replace(node, left=f"{RELEASED}: {reason}"))
-    turn.send(peer, Bye(RELEASED))
+    turn.send(peer, Bye(_goodbye(turn, RELEASED)))
     turn.note("membership", node=node.name, what="left", reason=reason)
     turn.census()
     if turn.over:
@@ -352,6 +355,11 @@ def _on_release(turn: Turn, peer: bytes, message: Release) -> None:
     work.give_up(turn)
     work.close(turn)
     work.assign(turn)
+
+
+def _goodbye(turn: Turn, reason: str) -> str:
+    """What a node that takes no more work is told: after END, that, for it may be paused and wait."""
+    return RUN_ENDED if turn.chain.ended else reason
 
 
 def _on_beat(turn: Turn, peer: bytes, message: NodeBeat) -> None:

@@ -38,6 +38,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "default: any port of --bind's host, unless that is loopback",
     )
     parser.add_argument(
+        "--relay-mbit", type=float, default=0.0, metavar="MBIT", help="limit of all it carries; 0: none"
+    )
+    parser.add_argument(
         "--recover-from", type=Path, metavar="LEDGER", help="be the successor of a coordinator that is lost"
     )
     parser.add_argument("--force", action="store_true", help="a successor does not count who has answered")

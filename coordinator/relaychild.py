@@ -29,10 +29,12 @@ def relay_bind(wanted: str | None, bind: str) -> str:
 class RelayChild:
     """One process of `coordinator.relay`, or none when `bind` is empty."""
 
-    def __init__(self, folder: Path, bind: str, log: logging.Logger) -> None:
+    def __init__(self, folder: Path, bind: str, log: logging.Logger, mbit: float = 0.0) -> None:
+        """`folder`: the run's. `mbit`: most it may carry, Mbit/s, 0 for no limit."""
         self.port = 0  # where it listens now, 0 while it does not
         self._folder = folder
         self._bind = bind
+        self._mbit = mbit
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
         self._line = b""
@@ -53,7 +55,7 @@ class RelayChild:
         return self.port != before
 
     def _start(self) -> None:
-        words = ("--data", str(self._folder), "--bind", self._bind)
+        words = ("--data", str(self._folder), "--bind", self._bind, "--mbit", str(self._mbit))
         command = [sys.executable, "-m", "coordinator.relay", *words]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._process.stdout is not None

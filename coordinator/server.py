@@ -77,14 +77,16 @@ class Server:
         scrape: Scrape | None = None,
         advertise: Sequence[str] = (),
         relay: str = "",
+        relay_mbit: float = 0.0,
         recover: Path | None = None,
         force: bool = False,
     ) -> None:
         """Recall the journal and listen.
 
         `scrape`: the port for Prometheus, closed by `close`; `advertise`: addresses for invites, see
-        `reach.advertised`; `relay`: where the relay shall listen, "" for none; `recover`: the ledger that a
-        successor begins with, `force`: it does not count who has answered.
+        `reach.advertised`; `relay`: where the relay shall listen, "" for none; `relay_mbit`: most it may
+        carry, Mbit/s, 0 for no limit; `recover`: the ledger that a successor begins with, `force`: it does
+        not count who has answered.
         """
         self._setup = setup
         self._scrape = scrape
@@ -112,7 +114,7 @@ class Server:
         self._poller = zmq.Poller()
         for socket in (*self._gate.sockets, self._admin.socket):
             self._poller.register(socket, zmq.POLLIN)
-        self._relay = RelayChild(setup.folder, "" if plain else relay, log)
+        self._relay = RelayChild(setup.folder, "" if plain else relay, log, relay_mbit)
         self._unit_bytes: dict[tuple[bytes, Unit], int] = {}
         self._sizes: dict[int, int] = {}
         self._reported: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
@@ -337,6 +339,7 @@ def _serve(setup: Setup, options: argparse.Namespace, log: logging.Logger) -> in
         scrape=scrape,
         advertise=options.advertise,
         relay=relay_bind(options.relay, options.bind),
+        relay_mbit=options.relay_mbit,
         recover=options.recover_from,
         force=options.force,
     )

@@ -32,6 +32,10 @@ class ContactError(UserError):
     """Nothing there, the wrong thing there, or no answer; the sentence says what to do."""
 
 
+class Unreachable(ContactError):
+    """Nothing answers at any address."""
+
+
 class NotAdmitted(ContactError):
     """The coordinator does not let this key in."""
 
@@ -124,12 +128,15 @@ def _settled(health: Health, now: float) -> bool:
     return (health.hopeless or health.state == State.UNREACHABLE) and now - health.since > SETTLED_SECONDS
 
 
+_KINDS = {State.REFUSED: NotAdmitted, State.SILENT: Unreachable}
+
+
 def _explained(healths: Sequence[Health], addresses: Sequence[str], nameless: dict[str, str]) -> ContactError:
     for state in _TELLING:
         for health in healths:
             if health.state == state:
-                return (NotAdmitted if state == State.REFUSED else ContactError)(health.sentence)
+                return _KINDS.get(state, ContactError)(health.sentence)
     rest = [address for address in addresses if address not in nameless]
     reasons = nameless | reach.closed(rest, EXPLAIN_SECONDS)
     told = [f"{a}: {reasons.get(a, 'the connection breaks off')}" for a in addresses]
-    return ContactError("the coordinator cannot be reached. " + "; ".join(told))
+    return Unreachable("the coordinator cannot be reached. " + "; ".join(told))

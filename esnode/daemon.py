@@ -67,7 +67,7 @@ class Daemon:
             log.warning("%s", self._notebook.warning)
         self._secret = nodeoptions.own_key(options.folder)
         self._duty = Duty(options.run, log.warning) if joined.read(options.run) else None
-        self.stuck = False  # the engine did not come back: only a hard exit ends this process
+        self.stuck = False  # only a hard exit ends this process in time: the engine did not come back
         self._loading = True
         self._leave: str | None = None
         self._leave_by = float("inf")
@@ -80,12 +80,14 @@ class Daemon:
         """Ask the loop to leave cleanly; safe in a signal handler."""
         if self._loading:
             departure.leave()  # nothing is held and nobody knows us yet
+        departure.limit(LEAVE_SECONDS)
         self._leave = self._leave or reason
 
     # ------------------------------------------------------------ life
 
     def run(self) -> int:
         """Load, connect, work, leave."""
+        self._notebook.refuse_if_over()  # nobody may be left who could say so
         workshop = self._load()
         self._loading = False
         try:
@@ -178,7 +180,7 @@ class Daemon:
             self._mind_link(now)
             health = self._link.health(now)
             if (health.hopeless and now - health.since > HOPELESS_SECONDS) or now > self._contact_by:
-                raise DaemonError(health.sentence)
+                raise DaemonError(f"{health.sentence} (for the run in {self._options.run})")
             if self._leave is not None:
                 return False
         return True
@@ -315,7 +317,7 @@ class Daemon:
         self._link.close(farewell=clean)
         if self._peers is not None:
             self._peers.close()
-        self.stuck = not self._engine.close(wait=2.0 if clean else 0.5)
+        self.stuck = not self._engine.close(wait=2.0 if clean else 0.5) or self._leave is not None
         workshop.close()
         self._notebook.close()
 

@@ -1,7 +1,7 @@
-"""SIGTERM before a node holds anything: it ends at once, with exit code 0 and one line.
+"""SIGTERM ends a node within seconds: at once and with one line before it holds anything, else by force.
 
 Shell. Imports next to nothing, because it is called before the slow imports of `daemon.py` and by the
-commands `join` and `node`. Once the daemon is at work its own handler takes over.
+commands `join` and `node`. Once the daemon is at work its own handler takes over, which sets the limit here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,12 @@ def leave(_number: int = 0, _frame: Any = None) -> NoReturn:
     """End this process with code 0: by unwinding, or by force when native code or threads do not let go."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.write(2, _WORDS)
-    force = threading.Timer(SECONDS, os._exit, (0,))
+    limit(SECONDS)
+    raise SystemExit(0)
+
+
+def limit(seconds: float) -> None:
+    """End this process with code 0 after so long, wherever it is: what matters is on the disk already."""
+    force = threading.Timer(seconds, os._exit, (0,))
     force.daemon = True
     force.start()
-    raise SystemExit(0)

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 from esnode import joined
-from esnode.contact import Contact, NotAdmitted
+from esnode.contact import Contact, NotAdmitted, Unreachable
 from esnode.folder import write_file
 from esnode.joined import Joined, JoinedError
 from esnode.nodeoptions import own_key, pinned_key
@@ -62,6 +62,8 @@ def enter(folder: Path, name: str, given: Invite | None) -> Contact:
     if given is None or known.nodes.get(name):
         try:
             return _remembered(folder, known, name, Contact(addresses, pinned_key(folder), secret))
+        except Unreachable as error:
+            raise Unreachable(f"{error} (for the run in {folder}, which may have ended meanwhile)") from error
         except NotAdmitted as error:
             if given is None:
                 raise EnrolError(

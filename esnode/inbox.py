@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from esnode import branches, catchup, evidence, proof
+from esnode import branches, catchup, evidence, pausing, proof
 from esnode.events import Store, StoreTerm
 from esnode.nodestate import HELLO_FIRST, UNITS_TOLD, Sent, Turn, Work
 from protocol.chain import BrokenChain
@@ -42,7 +42,7 @@ def receive(turn: Turn, message: Message) -> None:
     if handler is None or (isinstance(message, _OF_MY_COORDINATOR) and not turn.state.joined):
         return
     if turn.state.paused and not isinstance(message, Refuse | Bye):
-        return  # said before the coordinator knew of the pause
+        return pausing.hear(turn, message)
     if isinstance(message, Welcome | CoordBeat) and message.term < turn.state.term:
         why = f"a coordinator of term {message.term} is ignored, one of term {turn.state.term} was answered"
         return turn.note("link", reason=why)

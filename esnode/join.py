@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from esnode import duty, enrol, fetch, joined, policy
+from esnode import duty, enrol, fetch, joined, notebook, policy
 from esnode.folder import RunFolder, require_space, write_file
 from esnode.policy import GB
 from esnode.tell import Tell, silent
@@ -59,11 +59,15 @@ class Ready:
 
 
 def prepare(request: Request, say: Say, tell: Tell = silent) -> Ready:
-    """Do everything that comes before the daemon. UserError in one sentence when it cannot be done."""
+    """Do everything that comes before the daemon. UserError in one sentence when it cannot be done.
+
+    notebook.RunOver when this machine's own ledger says that the run has ended.
+    """
     allowed = duty.read_policy()
     given = invites.decode(request.invite) if request.invite else None
     folder = joined.folder_of(given.run, request.data) if given else joined.find(request.run, request.data)
     name = enrol.name_in(folder, request.name)
+    notebook.refuse_if_over(folder / "nodes" / name)
     with enrol.enter(folder, name, given) as contact:
         note = joined.read(folder)
         assert note is not None, "entering wrote it"

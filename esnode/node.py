@@ -95,7 +95,9 @@ def _on_started(turn: Turn, event: Started) -> None:
         turn.rewind(far=True)
     else:
         turn.check_digest()
-    if not turn.state.stopped and not turn.state.paused:
+    if turn.state.paused:
+        turn.set(unknown=True)
+    elif not turn.state.stopped:
         turn.say_hello()
 
 
@@ -103,13 +105,15 @@ def _on_tick(turn: Turn, event: Tick) -> None:
     state = turn.state
     if state.until is not None and state.now >= state.until:
         return turn.stop(state.leaving or RUN_ENDED, 0)
+    if state.paused:
+        return pausing.on_tick(turn)
     if state.joined and state.now - state.heard > SILENCE:
         turn.note("link", reason=f"the coordinator is silent for {state.now - state.heard:.0f} s")
         turn.set(joined=False, hello_at=state.now, hello_wait=HELLO_FIRST)
     if turn.state.joined:
         if state.now - state.spoke >= BEAT_EVERY:
             _beat(turn)
-    elif state.now >= turn.state.hello_at and not state.leaving and not state.paused:
+    elif state.now >= turn.state.hello_at and not state.leaving:
         turn.say_hello()
 
 

@@ -14,14 +14,30 @@ from pathlib import Path
 
 from esnode.folder import write_file
 from protocol import ledger
-from protocol.entries import parse
+from protocol.entries import EntryKind, parse
 from protocol.errors import UserError
 from protocol.ledger import LedgerFile
+from protocol.messages import RUN_ENDED
 from protocol.terms import PROOF
 
 
 class NotebookError(UserError):
     """The node's folder cannot be used: in use, of another run, or not writable."""
+
+
+class RunOver(UserError):
+    """The ledger in the folder holds the run's END: nothing is left to do, and that is no failure."""
+
+    exit_code = 0
+
+
+def refuse_if_over(folder: Path) -> None:
+    """RunOver when the ledger in a node's folder is whole and ends with END. The folder is only looked at."""
+    path = folder / "node.ledger"
+    if path.exists() and not ledger.MAGIC.startswith(path.read_bytes()):
+        reading = ledger.read(path)
+        if reading.ended and reading.problem is None:
+            raise RunOver(_over(path, reading.chain.round))
 
 
 class Notebook:
@@ -44,6 +60,12 @@ class Notebook:
     def raws(self) -> tuple[bytes, ...]:
         """The entries held, from entry 0."""
         return tuple(self._file.entries)
+
+    def refuse_if_over(self) -> None:
+        """RunOver when the ledger held ends with the run's END."""
+        last = parse(self.raws[-1]) if self.raws else None
+        if last is not None and last.kind is EntryKind.END:
+            raise RunOver(_over(self._file.path, last.round))
 
     def store(self, first: int, raws: Sequence[bytes]) -> None:
         """Append entries of which the first has height `first`; those already held are not written again."""
@@ -124,6 +146,10 @@ class Notebook:
             self.warning = (
                 f"{path} was {reading.problem}; it is kept as {aside.name}, the rest is fetched again"
             )
+
+
+def _over(path: Path, rounds: int) -> str:
+    return f"{RUN_ENDED} after {rounds} rounds; the whole ledger is {path}"
 
 
 def _unwritable(folder: Path, error: OSError) -> str:

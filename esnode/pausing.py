@@ -1,8 +1,9 @@
 """What a node does when its machine's owner pauses it, and when the pause ends.
 
 Pure: protocol and the node's pure modules only. A pause is a clean leave that keeps the process, the replica
-and the connection: everything is handed back, nothing is taken. The end of it is a Hello, which brings the
-rounds that were missed. Called by `node.py`.
+and the connection: everything is handed back, nothing is taken. On every new connection the node says who it
+is and that it takes nothing, so that it is told of the run's end. The end of the pause is a Hello, which
+brings the rounds that were missed. Called by `node.py` and `inbox.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 from esnode.events import Event, Pause, Resume
 from esnode.nodestate import HELLO_FIRST, Turn
-from protocol.messages import Release
+from protocol.messages import Message, Rehello, Release
 
 
 def _on_pause(turn: Turn, event: Pause) -> None:
@@ -25,15 +26,30 @@ def _on_pause(turn: Turn, event: Pause) -> None:
     turn.cancel_running()
     if state.joined:
         turn.send(Release(event.reason))
-        turn.set(joined=False)
+    turn.set(joined=False, unknown=not state.joined)
 
 
 def _on_resume(turn: Turn, event: Resume) -> None:
     if not turn.state.paused:
         return
     turn.note("pause", reason="it is over")
-    turn.set(paused="", hello_wait=HELLO_FIRST, fetched=None)
+    turn.set(paused="", unknown=False, hello_wait=HELLO_FIRST, fetched=None)
     turn.say_hello()
+
+
+def hear(turn: Turn, message: Message) -> None:
+    """Anything but a goodbye, during a pause: most was said before the coordinator knew of it."""
+    if isinstance(message, Rehello):
+        turn.set(unknown=True)
+
+
+def on_tick(turn: Turn) -> None:
+    """Over a connection that does not know this node yet: who is here, and that it takes nothing."""
+    state = turn.state
+    if state.unknown and state.now >= state.hello_at:
+        turn.set(unknown=False)
+        turn.say_hello()
+        turn.send(Release(state.paused))
 
 
 HANDLERS: dict[type[Event], Callable[[Turn, Any], None]] = {Pause: _on_pause, Resume: _on_resume}

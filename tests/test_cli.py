@@ -48,6 +48,53 @@ def refused(*words: str, code: int = 1, **environment: str) -> str:
     return done.stderr
 
 
+# ---------------------------------------------------------------- what reaches the processes
+
+
+def test_node_takes_what_join_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from esnode import daemon, nodeoptions
+
+    taken: list[nodeoptions.Options] = []
+    monkeypatch.setattr(daemon, "main", lambda words: taken.append(nodeoptions.parse(words)) or 0)
+    monkeypatch.setattr("esnode.departure.at_once", lambda: None)
+    words = ["node", "--run", "runs/x", "--name", "a", "--peer-port", "0", "--catch-up", "snapshot"]
+    assert CliRunner().invoke(front.cli, words).exit_code == 0
+    assert CliRunner().invoke(front.cli, words[:5]).exit_code == 0
+    assert [(one.peer_port, one.catch_up) for one in taken] == [(0, "snapshot"), (None, "auto")]
+
+
+def test_serve_limits_the_relay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import logging
+
+    from coordinator import options, relaychild
+    from esnode import serve as serving
+
+    taken: list[float] = []
+    place = serving.RunFolder(tmp_path)
+    monkeypatch.setattr(serving, "take", lambda order: (place, -1))
+    monkeypatch.setattr(serving, "settle", lambda place, order, tell: None)
+
+    def become(place: serving.RunFolder, _descriptor: int, words: list[str]) -> None:
+        taken.append(options.parse(["--data", str(place.path), *words]).relay_mbit)
+
+    monkeypatch.setattr(serving, "become", become)
+    words = ["coordinator", "serve", "--data", str(tmp_path)]
+    for more in ((), ("--relay-mbit", "2.5")):
+        assert CliRunner().invoke(front.cli, [*words, *more]).exit_code == 0
+    assert taken == [0.0, 2.5]
+    started: list[list[str]] = []
+
+    def start(command: list[str], **_: object) -> None:
+        started.append(command)
+        raise OSError
+
+    monkeypatch.setattr("subprocess.Popen", start)
+    child = relaychild.RelayChild(tmp_path, "tcp://127.0.0.1:0", logging.getLogger("relay"), 2.5)
+    with pytest.raises(OSError):
+        child.look(0.0)
+    assert started[0][-2:] == ["--mbit", "2.5"]
+
+
 # ---------------------------------------------------------------- help
 
 

@@ -78,6 +78,36 @@ def test_an_owner_pauses_and_resumes_a_joined_node(tmp_path: Path) -> None:
         assert node.wait(6) == 0
 
 
+def test_a_paused_node_ends_with_the_run_and_says_so_when_it_is_started_again(tmp_path: Path) -> None:
+    lock = make_folder(tmp_path, rounds=3)
+    with Processes(tmp_path) as processes:
+        processes.coordinator()
+        address = tmp_path / "coordinator" / "address"
+        wait_for(address.exists)
+        paused = make_folder(tmp_path / "joined", names=("n1",))  # another machine, with the same key
+        assert paused == lock
+        for part in ("nodes/n1/curve.key", "coordinator/curve.pub"):
+            write_file(tmp_path / "joined" / part, (tmp_path / part).read_bytes(), 0o600)
+        joined.write(
+            tmp_path / "joined", joined.Joined(lock.run_id, (address.read_text().strip(),), {"n1": True})
+        )
+        duty.switch(tmp_path / "joined", True)
+        rests = processes.node("n1", "--run", str(tmp_path / "joined"))
+        wait_for(lambda: "paused by its owner" in json.dumps(processes.status().get("nodes", [])))
+        works = processes.node("n2")
+        processes.wait_end(60)
+        assert works.wait(20) == 0 and rests.wait(20) == 0, processes.words("n1")
+        assert "the run has ended" in (tmp_path / "joined" / "logs" / "n1.log").read_text()
+        # nobody is left: the one that holds END knows, the other says what it could not reach
+        again = processes.node("n2", "--coordinator", "tcp://127.0.0.1:1", "--wait", "0.5")
+        assert again.wait(30) == 0, processes.words("n2")
+        assert "esnode: the run has ended after 3 rounds; the whole ledger is" in processes.words("n2")
+        lost = processes.node("n1", "--coordinator", "tcp://127.0.0.1:1", "--wait", "0.5")
+        assert lost.wait(30) == 1
+        told = processes.words("n1")
+        assert "nothing answers at tcp://127.0.0.1:1" in told and f"(for the run in {tmp_path})" in told
+
+
 def test_duty_follows_policy_file_and_switch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ESNODE_CONFIG", str(tmp_path / "config"))
     warnings: list[str] = []

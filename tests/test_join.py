@@ -14,11 +14,13 @@ from pathlib import Path
 import pytest
 
 from coordinator.blobs import Shelf
-from esnode import fetch, join, joined, policy
+from esnode import fetch, join, joined, notebook, policy
 from esnode.contact import Contact
 from protocol import keys
 from protocol.errors import UserError
+from protocol.ledger import LedgerFile
 from protocol.messages import BLOB_PART, BlobAsk, Enrol, Enrolled, Message, Refuse
+from tests import bench
 from tests.doorman import ONE_TIME, SERVER, Doorman
 from tests.runs import toy_lock
 
@@ -105,6 +107,20 @@ def test_a_join_makes_a_folder_and_the_next_needs_no_invite(coordinator: Coordin
     assert BlobAsk(1, 1, LOCK.run_id, 0) not in later, "the lock is here already"
     assert "used by another machine" in told(invite=invite, name="b")
     assert "never" not in told(run="ffff") and "no joined run has an id" in told(run="ffff")
+
+
+def test_a_join_after_the_end_asks_nobody(tmp_path: Path) -> None:
+    with Coordinator(tmp_path) as served:
+        invite = served.invite(LOCK.run_id)
+        folder = join.prepare(join.Request(invite=invite, name="a"), lambda line: None).folder
+    assert f"(for the run in {folder}, which may have ended meanwhile)" in told()
+    entries = bench.ledger(*[bench.LOCK.digest] * 2, end=True)
+    with LedgerFile(folder / "nodes" / "a" / "node.ledger") as file:
+        file.append(*(entry.raw for entry in entries))
+    for given in (None, invite):
+        with pytest.raises(notebook.RunOver, match="the run has ended after 2 rounds") as over:
+            join.prepare(join.Request(invite=given), lambda line: None)
+        assert over.value.exit_code == 0
 
 
 def test_the_answer_to_enrol_may_be_lost_and_the_same_key_asks_again(coordinator: Coordinator) -> None:

@@ -129,15 +129,36 @@ def test_a_pause_hands_everything_back_and_takes_nothing() -> None:
     assert bench.sent(Release) == [Release("outside its hours")] and bench.all(CancelUnit)
     bench.step(events.Cancelled(bench.now, unit_of()))
     bench.hear(Bye(f"{RELEASED}: outside its hours"))
-    for message in (Assign(unit_of(member=2), bench.state.parent, 15), Rehello()):
-        assert not bench.hear(message)
+    assert not bench.hear(Assign(unit_of(member=2), bench.state.parent, 15))
     for _ in range(20):
-        assert not bench.tick(2.0), "silence, whatever comes"
+        assert not bench.tick(2.0), "silence"
     assert not bench.step(events.Pause(bench.now, "paused by its owner"))
     bench.step(events.Resume(bench.now))
     assert bench.sent(Hello)[0].units == ()
     bench.hear(Bye("revoked"))
     assert bench.stop is not None and bench.stop.code == 1
+
+
+def test_a_paused_node_is_known_over_every_connection_and_hears_of_the_end() -> None:
+    bench = working()
+    bench.step(events.Pause(bench.now, "outside its hours"))
+    for _ in range(3):  # however many come
+        assert not bench.hear(Rehello())
+    bench.tick(2.0)
+    assert len(bench.sent(Hello)) == 1 and bench.sent(Release) == [Release("outside its hours")]
+    assert not bench.welcome(ledger()) and not bench.tick(2.0) and not bench.tick(20.0)
+    bench.hear(Bye(f"{RELEASED}: outside its hours"))
+    assert bench.stop is None
+    bench.hear(Bye(RUN_ENDED))
+    assert bench.stop is not None and bench.stop.code == 0
+
+
+def test_a_pause_before_the_welcome_is_told() -> None:
+    bench = Bench()
+    bench.step(events.Pause(bench.now, "outside its hours"))
+    bench.welcome(ledger())
+    bench.tick(2.0)
+    assert bench.sent(Hello) and bench.sent(Release) == [Release("outside its hours")]
 
 
 def test_a_node_may_be_paused_before_it_starts() -> None:
@@ -153,3 +174,6 @@ def test_a_node_may_be_paused_before_it_starts() -> None:
     assert any(isinstance(effect, events.Send) and isinstance(effect.message, Hello) for effect in effects)
     _, effects = node.step(paused(), events.Leave(11.0, "SIGTERM"))
     assert events.Stop("SIGTERM", 0) in effects
+    _, effects = node.step(paused(), events.Tick(11.0))
+    said = [effect.message for effect in effects if isinstance(effect, events.Send)]
+    assert [type(message) for message in said] == [Hello, Release]

@@ -75,6 +75,12 @@ def key() -> None:
     metavar="tcp://HOST:PORT|off",
     help="Where nodes that cannot dial each other exchange snapshots [default: any port of --bind's host].",
 )
+@click.option(
+    "--relay-mbit",
+    type=click.FloatRange(min=0),
+    metavar="MBIT",
+    help="Most that the relay may carry, Mbit/s [default: no limit].",
+)
 @click.option("--plain", is_flag=True, help="No encryption; for tests, on loopback only.")
 def serve(
     plan: Path | None,
@@ -90,6 +96,7 @@ def serve(
     force: bool,
     metrics: str | None,
     relay: str | None,
+    relay_mbit: float | None,
     plain: bool,
 ) -> None:
     """Coordinate a run until its last round, then exit. Once it listens it prints an invite for one machine.
@@ -127,6 +134,7 @@ def serve(
     words = ["--bind", bind, "--invites", str(int(first and not plain) if invites is None else invites)]
     words += ["--metrics", metrics] if metrics else []
     words += ["--relay", relay] if relay else []
+    words += ["--relay-mbit", str(relay_mbit)] if relay_mbit else []
     words += ["--recover-from", str(recover_from)] if recover_from else []
     words += ["--force"] if force else []
     for address in advertise:

@@ -40,6 +40,17 @@ import click
     metavar="SECONDS",
     help="For the coordinator to appear [default: 60].",
 )
+@click.option(
+    "--peer-port",
+    type=click.IntRange(0, 65535),
+    metavar="PORT",
+    help="Port that serves snapshots to other nodes; 0: any free one [default: it serves none].",
+)
+@click.option(
+    "--catch-up",
+    type=click.Choice(["auto", "replay", "snapshot"]),
+    help="How to get to the run's round [default: what is quicker].",
+)
 @click.option("--loader", hidden=True, help="MODULE:FUNCTION that builds the engine.")
 def node(run_: Path, coordinator: tuple[str, ...], **options: object) -> None:
     """Evaluate members for the run in the folder --run, until it ends.
@@ -61,5 +72,5 @@ def node(run_: Path, coordinator: tuple[str, ...], **options: object) -> None:
         words += ["--coordinator", address]
     for name, value in options.items():
         if value is not None:
-            words += [f"--{name}", str(value)]
+            words += [f"--{name.replace('_', '-')}", str(value)]
     sys.exit(daemon.main(words))
