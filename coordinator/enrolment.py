@@ -35,11 +35,12 @@ class Invitation(msgspec.Struct, frozen=True):
 
 
 class Guests(msgspec.Struct, frozen=True):
-    """Every key the coordinator knows. A value, like all state; a key is in at most one of the three."""
+    """Every key the coordinator knows. A key is in at most one of the first three."""
 
     allowed: Mapping[bytes, str] = msgspec.field(default_factory=dict)  # permanent key -> name
     invites: Mapping[bytes, Invitation] = msgspec.field(default_factory=dict)  # one-time key -> invite
     revoked: Mapping[bytes, str] = msgspec.field(default_factory=dict)  # permanent key -> reason
+    former: Mapping[bytes, str] = msgspec.field(default_factory=dict)  # revoked key -> the name it had
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -108,7 +109,7 @@ def _let_in(guests: Guests, key: bytes, name: str, number: int) -> Guests:
         if invite.number == number:
             invites[invite.key] = replace(invite, used=(*invite.used, key))
     revoked = {other: reason for other, reason in guests.revoked.items() if other != key}
-    return Guests({**guests.allowed, key: name}, invites, revoked)
+    return replace(guests, allowed={**guests.allowed, key: name}, invites=invites, revoked=revoked)
 
 
 def _put_out(guests: Guests, key: bytes, reason: str) -> Guests:
@@ -123,7 +124,8 @@ def _put_out(guests: Guests, key: bytes, reason: str) -> Guests:
         for invite in guests.invites.values()
     }
     allowed = {other: name for other, name in guests.allowed.items() if other != key}
-    return Guests(allowed, invites, {**guests.revoked, key: reason})
+    former = {**guests.former, key: guests.allowed.get(key, "")}
+    return Guests(allowed, invites, {**guests.revoked, key: reason}, former)
 
 
 # ---------------------------------------------------------------- names
@@ -152,6 +154,7 @@ def find(guests: Guests, words: str) -> list[bytes]:
     if words.startswith("invite-"):
         return [invite.key for invite in guests.invites.values() if f"invite-{invite.number}" == words]
     named = [key for key, name in guests.allowed.items() if name == words]
+    named = named or [key for key in guests.revoked if guests.former.get(key) == words]
     if named or len(words) < 8:
         return named
     return [key for key in keys if key.hex().startswith(words.lower())]
@@ -174,6 +177,7 @@ def picture(guests: Guests, wall: float) -> dict[str, Any]:
             for invite in guests.invites.values()
         ],
         "revoked": {key.hex(): reason for key, reason in guests.revoked.items()},
+        "former": {key.hex(): guests.former.get(key, "") for key in guests.revoked},
     }
 
 

@@ -105,7 +105,7 @@ def _width(round: Round, lock: Lock, node: Node, pool: Pool) -> tuple[int, str]:
     share = 1 / (node.pace * pool.speed) if node.pace and pool.speed else 1 / max(pool.ready, 1)
     width = max(1, min(whole, math.ceil(round.free * share - 1e-9)))
     if width < whole:
-        return width, f"its share by speed of the {round.free} chunks that are left"
+        return width, f"its share by speed of what is left, chunks: {round.free}"
     return width, "a slice of a member" if columns else "a whole member"
 
 
@@ -218,7 +218,7 @@ def rescue(round: Round, lock: Lock, tail: Tail, idle: Node) -> tuple[Rescue | N
             continue
         take, keep = _share(lock, _missing(round, row.lease.unit), idle, row, tail.usual)
         if take is not None:
-            reason = f"{row.victim.name} would have ended it in {row.end:.0f} s"
+            reason = f"{row.victim.name} {_would_end(row.end)}"
             return Rescue(take, row.victim.key, row.lease.unit, keep), reason
     for row in tail.running:
         if row.end <= WORTH:
@@ -227,8 +227,13 @@ def rescue(round: Round, lock: Lock, tail: Tail, idle: Node) -> tuple[Rescue | N
             continue
         unit = _missing(round, row.lease.unit)
         if _single(round, unit) and row.end > _pace(idle, tail.usual) * _chunks(unit):
-            return Rescue(unit), f"{row.victim.name} seems to need {row.end:.0f} s more"
+            more = f"seems to need {row.end:.0f} s more" if math.isfinite(row.end) else "is silent"
+            return Rescue(unit), f"{row.victim.name} {more}"
     return None, "nothing would end sooner here"
+
+
+def _would_end(seconds: float) -> str:
+    return f"would have ended it in {seconds:.0f} s" if math.isfinite(seconds) else "is silent"
 
 
 def _chunks(unit: Unit) -> int:

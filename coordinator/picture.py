@@ -120,7 +120,7 @@ def _node(state: State, node: Node) -> dict[str, Any]:
         "tip": node.tip.hex(),
         "round": node.applied,
         "units": [[label(lease.unit), lease.progress] for lease in node.leases],
-        "why": node.why,
+        "why": "" if node.left else node.why,
         "seconds_per_chunk": node.pace,
         "applied_ms": node.ms,
         "faults": fault.count if fault else 0,

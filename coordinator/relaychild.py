@@ -14,13 +14,26 @@ import sys
 from pathlib import Path
 
 from protocol import zmtp
+from protocol.errors import UserError
 
 AGAIN_SECONDS = 5.0  # before a relay that ended is started again
 OFF = "off"
 
 
+class RelayError(UserError):
+    """The relay cannot be had; the sentence says why."""
+
+
 def relay_bind(wanted: str | None, bind: str) -> str:
-    """Where the relay listens: as asked; by default beside a coordinator that other machines can reach."""
+    """Where the relay listens: as asked; by default beside a coordinator that other machines can reach.
+
+    RelayError when one of the two is no address.
+    """
+    try:
+        for address in (bind, *([wanted] if wanted and wanted != OFF else [])):
+            zmtp.host_and_port(address)
+    except ValueError as error:
+        raise RelayError(str(error)) from error
     if wanted == OFF or (wanted is None and zmtp.is_loopback(bind)):
         return ""
     return wanted or f"tcp://{zmtp.host_and_port(bind)[0]}:0"

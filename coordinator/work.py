@@ -296,7 +296,7 @@ def _take_over(turn: Turn, key: bytes, found: Rescue, reason: str) -> None:
         turn.take(found.victim, found.old, tell=True)
         if found.keep is not None:
             turn.give(found.victim, found.keep, "an idle node took the rest over")
-    what = "duplicate" if found.victim is None else "taken over"
+    what = "repeats" if found.victim is None else "takes over"
     turn.give(key, found.unit, f"{what}: {reason}")
     turn.note("lease", node=turn.nodes[key].name, what=what, member=found.unit.member, reason=reason)
 

@@ -32,7 +32,7 @@ def _on_pause(turn: Turn, event: Pause) -> None:
 def _on_resume(turn: Turn, event: Resume) -> None:
     if not turn.state.paused:
         return
-    turn.note("pause", reason="it is over")
+    turn.note("pause", what="over")
     turn.set(paused="", unknown=False, hello_wait=HELLO_FIRST, fetched=None)
     turn.say_hello()
 

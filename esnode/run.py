@@ -80,7 +80,7 @@ def newest(runs: Path) -> Path:
     """The run folder under `runs` whose files changed last."""
     found = [path.parent for path in runs.glob("*/plan.toml")]
     if not found:
-        raise folder.FolderError(f"there is no run under {runs}/ to resume; name its folder with --out.")
+        raise folder.FolderError(f"there is no run under {runs}/; name the run's folder.")
     return max(found, key=lambda path: max(entry.stat().st_mtime for entry in path.iterdir()))
 
 

@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 from esnode import admin, folder, history, rebuild
-from protocol import plan
+from protocol import keys, plan
 
 
 def of(path: Path) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def of(path: Path) -> dict[str, Any]:
         return {"state": state, "reason": "", "run": run, "round": 0, "rounds": rounds}
     ledger = rebuild.open_ledger(place.ledger)
     past = history.of_chain(ledger.chain)
-    resume = f"continue with `esnode run --resume --out {path}`"
+    resume = f"continue with `{_again(place)}`"
     return {
         "state": "ended" if ledger.ended else "not running",
         "reason": "" if ledger.ended else resume,
@@ -47,7 +47,16 @@ def of(path: Path) -> dict[str, Any]:
     }
 
 
+def _again(place: folder.RunFolder) -> str:
+    """The command that continues it: `esnode run` lists its nodes at the start, a served run need not."""
+    listed = place.coordinator / "roster.json"
+    if listed.exists() and not keys.read_roster(listed):
+        return f"esnode coordinator serve --data {place.path}"
+    return f"esnode run --resume --out {place.path}"
+
+
 DECISIONS = 5  # of the coordinator, that the table shows
+WIDE = 120  # columns from which a node is one line
 STYLES = {
     "ready": "green",
     "suspect": "yellow",
@@ -68,7 +77,7 @@ def words(status: Mapping[str, Any]) -> Group:
     """The same for a terminal."""
     parts: list[RenderableType] = [_head(status)]
     if status.get("nodes"):
-        parts += [Text(), _nodes(status)]
+        parts += [Text(), Nodes(status)]
     for rows in ([*_peers(status), *_branches(status)], list(_door(status))):
         if rows:
             table = _grid()
@@ -116,15 +125,36 @@ def _head(status: Mapping[str, Any]) -> Table:
     return table
 
 
-def _nodes(status: Mapping[str, Any]) -> Table:
-    """One line per node: who, how it stands and why, how fast, what it does, what became of its work."""
+class Nodes:
+    """A line per node: who, how it stands, how fast, what became of its work, what it does and why.
+
+    On a narrow terminal the last two follow in a list of their own, so that they stay whole lines.
+    """
+
+    def __init__(self, status: Mapping[str, Any]) -> None:
+        self._status = status
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        wide = options.max_width >= WIDE
+        yield _nodes(self._status, wide)
+        if not wide:
+            table = _grid()
+            for node in self._status["nodes"]:
+                words = "; ".join(filter(None, (_work(node), _why(node))))
+                table.add_row(Text(plain(node["name"])), Text(plain(words)))
+            yield Text()
+            yield table
+
+
+def _nodes(status: Mapping[str, Any], wide: bool) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for name in ("node", "state"):
         table.add_column(name, overflow="fold")
     for name in ("pace", "ok", "late", "refused", "failed"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("working on", overflow="fold", ratio=2)
-    table.add_column("why", overflow="fold", ratio=2)
+    if wide:
+        table.add_column("working on", overflow="fold", ratio=2)
+        table.add_column("why", overflow="fold", ratio=2)
     table.add_column("from", overflow="fold")
     for node in status["nodes"]:
         pace = node.get("seconds_per_chunk")
@@ -133,8 +163,7 @@ def _nodes(status: Mapping[str, Any]) -> Table:
         cells = [
             "-" if pace is None else f"{pace:.3g} s",
             *counts,
-            _work(node) or "-",
-            _why(node),
+            *((_work(node) or "-", _why(node)) if wide else ()),
             status.get("places", {}).get(node.get("key")) or "-",
         ]
         table.add_row(Text(plain(node["name"])), state, *(Text(plain(cell)) for cell in cells))
@@ -144,9 +173,13 @@ def _nodes(status: Mapping[str, Any]) -> Table:
 def _peers(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """How nodes reach each other for snapshots and why not directly, who serves and who catches up."""
     snapshots = status.get("snapshots", {})
+    revoked = {node["name"] for node in status.get("nodes", []) if node["reason"].startswith("revoked")}
     for name, peer in snapshots.get("peers", {}).items():
+        if name in revoked:
+            continue
+        tried = peer["addresses"] and peer["reached"] != "not tried yet"
         said = [
-            f"reached {peer['reached']}" if peer["addresses"] else "",
+            f"reached {peer['reached']}" if tried else "",
             "snapshots of rounds " + ", ".join(map(str, peer["kept"])) if peer["kept"] else "",
             f"serving {peer['serving']}" if peer["serving"] else "",
             f"no donor: {peer['donor']}" if peer["donor"] != "yes" else "",

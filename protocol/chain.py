@@ -26,7 +26,7 @@ from protocol.entries import (
     signed_by,
 )
 from protocol.errors import UserError
-from protocol.fields import ALPHA, EXACT_SIGMA
+from protocol.fields import ALPHA, EXACT_SIGMA, LARGEST_ALPHA
 from protocol.lock import MAX_MEMBERS, Lock, LockError, lock_from_bytes
 from protocol.seeds import member_seed
 
@@ -292,16 +292,19 @@ class Chain:
     def check_amend(self, body: AmendBody) -> None:
         """BrokenChain with the reason when this amendment may not follow."""
         if body.from_round < self.round:
-            raise self._refuse(f"an amendment of round {body.from_round}, which is closed")
+            raise self._refuse(f"an amendment is for round {body.from_round}, which is closed")
         if (body.alpha, body.sigma, body.members, body.trusted) == (None, None, None, ()):
-            raise self._refuse("an amendment that changes nothing")
+            raise self._refuse("an amendment changes nothing")
         alpha, sigma, count = body.alpha, body.sigma, body.members
         if alpha is not None and not (ALPHA.accepts(alpha) and (alpha > 0 or not self.lock.update)):
-            raise self._refuse(f"an amendment to alpha {alpha}")
+            raise self._refuse(
+                f"alpha = {alpha:g} cannot be: it has to be above 0 and at most {LARGEST_ALPHA:g}"
+            )
         if sigma is not None and not EXACT_SIGMA.accepts(sigma):
-            raise self._refuse(f"an amendment to sigma {sigma}, no positive bf16 number")
+            raise self._refuse(f"sigma = {sigma:g} cannot be: it has to be a positive bf16 number")
         if count is not None and not (2 <= count <= MAX_MEMBERS and not (self.lock.mirrored and count % 2)):
-            raise self._refuse(f"an amendment to {count} members")
+            even = "an even number" if self.lock.mirrored else "a number"
+            raise self._refuse(f"members = {count} cannot be: it has to be {even} from 2 to {MAX_MEMBERS}")
 
     def _check_score(self, body: ScoreBody) -> None:
         if body.state_round > self.round:

@@ -80,11 +80,11 @@ def test_an_order_that_comes_too_late_moves_to_the_next_round() -> None:
     [
         ({"alpha": 0.5, "from_round": 0}, "the first one that can change is 1"),
         ({"from_round": 1}, "changes nothing"),
-        ({"alpha": -1.0, "from_round": 1}, "alpha -1.0"),
+        ({"alpha": -1.0, "from_round": 1}, "alpha = -1 cannot be: it has to be above 0"),
         ({"alpha": "x", "from_round": 1}, "no number"),
-        ({"members": 1, "from_round": 1}, "1 members"),
+        ({"members": 1, "from_round": 1}, "members = 1 cannot be: it has to be"),
         ({"members": 2.5, "from_round": 1}, "no number"),
-        ({"sigma": 0.0, "from_round": 1}, "sigma"),
+        ({"sigma": 0.0, "from_round": 1}, "sigma = 0 cannot be: it has to be a positive bf16 number"),
         ({"alpha": 0.5}, "from_round is missing"),
     ],
 )

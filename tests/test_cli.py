@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 import esnode
+from esnode import joined
 from esnode.cli import main as front
 from protocol import ledger
 from protocol.errors import UserError
@@ -167,6 +168,51 @@ def test_an_unknown_command_names_the_nearest() -> None:
 )
 def test_wrong_usage_is_exit_code_2(words: tuple[str, ...]) -> None:
     assert f"Try: esnode {words[0]} --help" in refused(*words, code=2)
+
+
+def test_an_address_is_looked_at_before_anything_else(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    for option in ("--bind", "--relay"):
+        shown = refused("coordinator", "serve", "plan.toml", "--data", str(folder), option, "5555", code=2)
+        assert f"{option}: '5555' is no address; it should look like tcp://HOST:PORT" in shown
+    assert not folder.exists()
+
+
+def test_an_amendment_of_nothing_is_wrong_usage(tmp_path: Path) -> None:
+    shown = refused("plan", "amend", str(tmp_path), "--from-round", "3", code=2)
+    assert "name what changes: --alpha, --sigma" in shown
+
+
+@pytest.mark.parametrize("group", ["bench", "coordinator", "nodes", "plan"])
+def test_lists_of_commands_are_whole_sentences(group: str) -> None:
+    shown = CliRunner().invoke(front.cli, [group, "--help"], prog_name="esnode").output
+    listed = shown.partition("Commands:\n")[2].splitlines()
+    assert listed and all(line.endswith(".") and not line.endswith("...") for line in listed), listed
+
+
+def test_status_without_a_run_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="there is no run under runs/; name the run's folder"):
+        CliRunner().invoke(front.cli, ["status"], catch_exceptions=False)
+
+
+def test_pauses_end_where_they_are_said_to_end(tmp_path: Path) -> None:
+    one = joined.folder_of(b"\x5f" * 32, tmp_path)
+    one.mkdir()
+    joined.write(one, joined.Joined(b"\x5f" * 32, ("tcp://127.0.0.1:5",), {"a": True}))
+
+    def said(*words: str) -> str:
+        done = CliRunner().invoke(front.cli, [*words, "--data", str(tmp_path)], catch_exceptions=False)
+        return done.output.strip()
+
+    said("pause", "--run", "5f")
+    assert said("resume").endswith(": working") and not (one / joined.PAUSED).exists()
+    assert said("resume").endswith(": working already")
+    said("pause")
+    with pytest.raises(UserError, match="are paused: `esnode resume` without --run"):
+        said("resume", "--run", "5f")
+    said("resume")
+    assert said("resume", "--run", "5f").endswith(": working already")
 
 
 class _Teapot(UserError):

@@ -334,6 +334,17 @@ def test_find_by_name_key_and_number() -> None:
     assert enrolment.find(guests, "invite-2") == enrolment.find(guests, "c") == []
 
 
+def test_a_revoked_node_keeps_its_name_on_the_list() -> None:
+    desk = Desk(names="ab")
+    revoke(desk, key_of("a"), "sold")
+    desk.restart()
+    guests = desk.state.guests
+    assert enrolment.find(guests, "a") == [key_of("a")], "its name finds it"
+    assert roster.listing(desk.state)["former"] == {key_of("a").hex(): "a"}
+    desk.step(ce.NodeAllowed(desk.now, key_of("a"), "a"))
+    assert roster.listing(desk.state)["former"] == {}
+
+
 def test_listing() -> None:
     desk = Desk(names="a")
     invite(desk)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +17,7 @@ import tests.world
 from coordinator import leases, machine, rounds
 from coordinator.leases import Pool
 from protocol.entries import QUORUM, CommitBody
-from protocol.messages import Kind
+from protocol.messages import Kind, Release
 from protocol.plan import Ops
 from tests.desk import Desk, hello, key_of
 from tests.runs import Processes, make_folder, wait_for
@@ -186,11 +187,25 @@ def test_status_shows_the_last_decisions_and_why() -> None:
     desk.work("b", limit=2)
     words = [words for _, words in machine.status(desk.state)["decisions"]]
     assert any(line.startswith("membership: a joined") for line in words)
-    taken = [line for line in words if line.startswith("lease: b taken over member")]
+    taken = [line for line in words if line.startswith("lease: b takes over member")]
     assert taken and "would have ended it" in taken[0]
     for _ in range(100):
         desk.step(desk_event(desk))
     assert len(machine.status(desk.state)["decisions"]) <= 30
+
+
+def test_a_node_that_left_has_no_reason_for_work() -> None:
+    desk = Desk(members=4)
+    desk.join("a", "b")
+    assert machine.status(desk.state)["nodes"][0]["why"]
+    desk.step(ce.Received(desk.now, key_of("a"), Release("paused by its owner")))
+    left = machine.status(desk.state)["nodes"][0]
+    assert left["state"] == "left" and left["why"] == ""
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(7.4, "would have ended it in 7 s"), (math.inf, "is silent")])
+def test_no_endless_seconds_are_shown(seconds: float, words: str) -> None:
+    assert leases._would_end(seconds) == words
 
 
 def desk_event(desk: Desk) -> Any:

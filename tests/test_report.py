@@ -15,7 +15,7 @@ from esnode.board import Board, crc32c, record, scalars
 from esnode.folder import RunFolder
 from esnode.history import Costs, LedgerTail, Tail
 from esnode.progress import Snapshot
-from protocol import ledger
+from protocol import keys, ledger
 from protocol.entries import (
     Admission,
     Body,
@@ -316,7 +316,7 @@ def test_the_status_table_says_who_does_what_and_why() -> None:
         "decisions": [[9.0, "n2 lost its lease"], [2.0, "member 3 goes\x1b[2J to n1"]],
         "snapshots": {
             "peers": {
-                "n2": {
+                "n3": {
                     "addresses": ["tcp://192.0.2.9:1"],
                     "reached": "direct by 1",
                     "kept": [4, 6],
@@ -345,6 +345,49 @@ def test_the_status_table_says_who_does_what_and_why() -> None:
     ):
         assert words in shown, words
     assert "\x1b" not in shown and "\x07" not in shown
+
+
+def test_a_node_stays_readable_on_80_columns() -> None:
+    node = {
+        "name": "gpu-1",
+        "key": "aa",
+        "state": "catching up",
+        "reason": "at round 3",
+        "why": "a whole member",
+        "units": [["member 4 chunks 0-1", 0], ["member 5 chunk 1", 0]],
+        "seconds_per_chunk": 0.593,
+    }
+    places = {"aa": "192.0.2.117"}
+    shown = text_of(standing.words({**STATUS, "nodes": [node], "places": places}), width=80)
+    lines = [" ".join(line.split()) for line in shown.splitlines()]
+    assert "gpu-1 catching up 0.593 s 0 0 0 0 192.0.2.117" in lines
+    assert "gpu-1 member 4 chunks 0-1, then member 5 chunk 1; at round 3; a whole member" in lines
+
+
+def test_a_revoked_peer_is_not_shown_and_one_never_dialled_is_no_news() -> None:
+    peer = {"addresses": ["tcp://192.0.2.9:1"], "reached": "not tried yet", "kept": [4], "serving": 0}
+    peers = {name: {**peer, "donor": "yes", "catching_up": "", "faults": {}} for name in ("here", "gone")}
+    node = {"key": "aa", "units": [], "seconds_per_chunk": None, "state": "left"}
+    standings = {"here": "at round 3", "gone": "revoked: sold"}
+    nodes = [{**node, "name": name, "reason": reason} for name, reason in standings.items()]
+    shown = text_of(standing.words({**STATUS, "nodes": nodes, "snapshots": {"peers": peers}}))
+    assert "peer here" in shown and "peer gone" not in shown and "not tried" not in shown
+
+
+@pytest.mark.parametrize(
+    ("roster", "command"),
+    [
+        (None, "run --resume --out"),
+        ({}, "coordinator serve --data"),
+        ({KEY: "a"}, "run --resume --out"),
+    ],
+)
+def test_how_a_stopped_run_goes_on(tmp_path: Path, roster: dict[bytes, str] | None, command: str) -> None:
+    place = RunFolder(tmp_path)
+    place.coordinator.mkdir()
+    if roster is not None:
+        keys.write_roster(place.coordinator / "roster.json", roster)
+    assert standing._again(place) == f"esnode {command} {tmp_path}"
 
 
 def test_status_says_what_was_decided_last_and_why_a_node_has_its_work() -> None:

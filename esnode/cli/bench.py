@@ -13,7 +13,7 @@ def bench() -> None:
     """Measure this machine at a run's work."""
 
 
-@bench.command()
+@bench.command(short_help="Show where this node's time would go.")
 @click.option("--plan", type=click.Path(path_type=Path, dir_okay=False, exists=True), help="A plan file.")
 @click.option("--task", default="short-answers", show_default=True, help="Without a plan: the task.")
 @click.option("--model", default="demo", show_default=True, help="Without a plan: the model.")

@@ -117,7 +117,14 @@ def serve(
 
     from esnode import progress
     from esnode import serve as serving
+    from protocol import zmtp
 
+    for option, address in (("--bind", bind), ("--relay", relay)):  # before the model is read for minutes
+        try:
+            if address not in (None, "off"):
+                zmtp.host_and_port(address)
+        except ValueError as error:
+            raise click.UsageError(f"{option}: {error}", click.get_current_context()) from None
     order = serving.Order(
         data=data,
         source=plan,

@@ -128,7 +128,7 @@ def pause(run_: str | None, data: Path | None) -> None:
 @_RUN
 @_DATA
 def resume(run_: str | None, data: Path | None) -> None:
-    """Let nodes work again that `esnode pause` stopped.
+    """Let nodes work again that `esnode pause` stopped: those of all runs, or of one.
 
     \b
     Example:
@@ -140,8 +140,13 @@ def resume(run_: str | None, data: Path | None) -> None:
 def _switch(run: str | None, data: Path | None, paused: bool) -> None:
     from esnode import duty, joined
 
-    place = joined.find(run, data) if run else data or joined.root()
-    changed = duty.switch(place, paused)
+    root = data or joined.root()
+    place = joined.find(run, data) if run else root
+    # resuming all also ends the pauses of single runs
+    singles = [] if run or paused else joined.known(data)
+    changed = sum(duty.switch(folder, paused) for folder in (place, *singles))
+    if not paused and run and (root / joined.PAUSED).exists():
+        raise joined.JoinedError(f"all runs in {root} are paused: `esnode resume` without --run ends that")
     what = "paused" if paused else "working"
     whom = f"run {place.name}" if run else f"all runs in {place}"
     click.echo(f"{whom}: {what if changed else f'{what} already'}")

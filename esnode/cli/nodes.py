@@ -84,7 +84,7 @@ def nodes() -> None:
     """
 
 
-@nodes.command("list")
+@nodes.command("list", short_help="List nodes, invites and revoked keys.")
 @FOLDER
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def list_(folder: Path, as_json: bool) -> None:
@@ -107,7 +107,7 @@ def list_(folder: Path, as_json: bool) -> None:
         Console().print(_listing(found))
 
 
-@nodes.command()
+@nodes.command(short_help="Let a key in, or a revoked node back in.")
 @FOLDER
 @click.argument("key")
 @click.option("--name", default="", metavar="NAME", help="What to call it [default: node-DIGITS].")
@@ -129,7 +129,7 @@ def allow(folder: Path, key: str, name: str) -> None:
     click.echo(f"{done['name']} may join, with key {done['key'][:16]}...")
 
 
-@nodes.command()
+@nodes.command(short_help="Put a node out, or withdraw an invite.")
 @FOLDER
 @click.argument("node")
 @click.option("--reason", default="", metavar="TEXT", help="Told to the node and kept in the journal.")
@@ -167,10 +167,15 @@ def _listing(found: Mapping[str, Any]) -> Any:
         cells = (row["name"], number, row["key"][:16], origin, row["state"], row["reason"])
         table.add_row(*(Text(plain(cell)) for cell in cells))
     for key, reason in found["revoked"].items():
-        table.add_row("-", "-", key[:16], "-", Text("revoked", style="red"), Text(plain(reason)))
+        name = found.get("former", {}).get(key) or "-"
+        table.add_row(
+            Text(plain(name)), "-", key[:16], "-", Text("revoked", style="red"), Text(plain(reason))
+        )
     lines = [Text("")] if found["invites"] else []
     for row in found["invites"]:
         until = time.strftime("%d %b %H:%M", time.localtime(row["expires"]))
-        words = f"invite-{row['number']}: {row['state']}, {row['used']} of {row['uses']} used, until {until}"
+        words = (
+            f"invite-{row['number']}: {row['state']}, let in {row['used']} of {row['uses']}, until {until}"
+        )
         lines.append(Text(plain(words)))
     return Group(table, *lines)

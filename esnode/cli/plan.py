@@ -110,6 +110,10 @@ def amend(folder: Path, first: int, alpha: float | None, sigma: float | None, me
     from esnode import admin
 
     wanted = {"alpha": alpha, "sigma": sigma, "members": members}
+    if all(value is None for value in wanted.values()):
+        raise click.UsageError(
+            "name what changes: --alpha, --sigma or --members", click.get_current_context()
+        )
     answer = admin.order(folder, "amend", from_round=first, **wanted)
     told = ", ".join(f"{name} {answer[name]:g}" for name in wanted if answer[name] is not None)
     click.echo(f"{told} from round {answer['from_round']} on")
