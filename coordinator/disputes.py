@@ -246,7 +246,10 @@ def _locate(turn: Turn, total: int) -> None:
 def on_rederived(turn: Turn, peer: bytes, message: Rederived) -> None:
     """What replay gave a node: whoever changes was at fault."""
     state = turn.state
-    name = state.nodes[peer].name
+    name = turn.nodes[peer].name
+    problem = _misfit(turn, message)
+    if problem:
+        return turn.count("misfit answers to a dispute", f"{name}: {problem}")
     if not message.held:
         _blame(turn, peer, message.commits, f"{message.reason}; it has mended them")
         return observe(turn, peer, message.commits, message.digest)
@@ -281,12 +284,25 @@ def on_rederived(turn: Turn, peer: bytes, message: Rederived) -> None:
     settle(turn)
 
 
+def _misfit(turn: Turn, message: Rederived) -> str:
+    """Why an answer is none that a node could give here; "" for one that it could."""
+    if not message.held:
+        return ""  # what it mended by itself
+    if any(piece >= len(pieces_of(turn.lock)) for piece in message.pieces):
+        return "it replayed a piece that no model of this run has"
+    rows = (len(message.held), len(message.derived))
+    if rows != (max(len(message.pieces), 1),) * 2:
+        return f"{len(message.pieces)} pieces, {rows[0]} digests before the replay and {rows[1]} after it"
+    if message.contradicted and turn.chain.digest_at(message.contradicted - 1) is None:
+        return f"it contradicts a digest after {message.contradicted - 1} rounds that no entry states"
+    return ""
+
+
 def _confirmed(turn: Turn, peer: bytes, message: Rederived) -> None:
-    proof = turn.state.proof
+    proof, name = turn.state.proof, turn.nodes[peer].name
     turn.count("pieces confirmed by replay", times=max(len(message.pieces), 1))
     if proof.dispute is None:
         return
-    name = turn.nodes[peer].name
     turn.note("dispute", round=message.commits, what="confirmed", node=name, digest=f"{message.digest:016x}")
     turn.set(proof=replace(proof, words={**proof.words, peer: message.digest}))
     _update(

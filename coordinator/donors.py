@@ -51,8 +51,8 @@ def due(state: State) -> bytes:
     for key in there:
         for kept in _peer(state, key).kept:
             votes[kept.round, kept.root] = votes.get((kept.round, kept.root), 0) + 1
-    agreed = [(round, root) for (round, root), count in votes.items() if count >= enough]
-    round, root = max(agreed, default=(0, b""))
+    agreed = [(round, count, root) for (round, root), count in votes.items() if count >= enough]
+    round, _, root = max(agreed, default=(0, 0, b""))
     return b"" if not root or announced(state.chain, round, root) else root
 
 
@@ -90,7 +90,7 @@ def _title(round: int) -> str:
 def choose(state: State, joiner: bytes, round: int) -> Donors:
     """Up to 16 donors of the newest announced snapshot beyond `round`, the least busy first."""
     found: dict[tuple[int, bytes], list[tuple[int, int, Donor]]] = {}
-    sizes: dict[bytes, int] = {}
+    sizes: dict[bytes, list[int]] = {}
     signed: dict[tuple[int, bytes], bool] = {}
     for key, peer in state.peers.items():
         why = _unfit(state, key, joiner)
@@ -102,12 +102,13 @@ def choose(state: State, joiner: bytes, round: int) -> Donors:
                 node = state.nodes[key]
                 row = (load(peer, state.now), node.number or 0, Donor(key, node.name, peer.addresses))
                 found.setdefault(name, []).append(row)
-                sizes[kept.root] = kept.size
+                sizes.setdefault(kept.root, []).append(kept.size)
     if not found:
         return Donors(0, bytes(32), 0, ())
     newest, root = max(found)
     rows = sorted(found[newest, root], key=lambda row: row[:2])
-    return Donors(newest, root, sizes[root], tuple(donor for _, _, donor in rows[:MOST_DONORS]))
+    size = max(sorted(sizes[root]), key=sizes[root].count)  # the root does not say it: most donors do
+    return Donors(newest, root, size, tuple(donor for _, _, donor in rows[:MOST_DONORS]))
 
 
 def load(peer: Peer, now: float) -> int:

@@ -20,11 +20,11 @@ from coordinator import sockets
 from coordinator.counts import Counts
 from coordinator.enrolment import Guests
 from coordinator.holders import Holders
-from coordinator.limits import GREETER, NEWCOMER, NODE, Limits
+from coordinator.limits import FETCHER, GREETER, NEWCOMER, NODE, Limits
 from protocol import wire, zmtp
 from protocol.errors import UserError
 from protocol.keys import KEY_BYTES
-from protocol.messages import BlobAsk, Enrol, Enrolled, Hello, Message, Refuse, Rehello
+from protocol.messages import BlobAsk, Enrol, Enrolled, Fetch, Hello, Message, Refuse, Rehello
 
 UNKNOWN = "unknown"  # the peer of a refusal when no admitted key was proved
 SHARED_BYTES = 1024  # a larger body is not copied per peer
@@ -66,6 +66,7 @@ class Gate:
         self._newcomers: dict[bytes, bytes] = {}  # permanent key -> connection that asked to enrol it
         self._limits = {True: Limits(NODE), False: Limits(NEWCOMER)}
         self._hellos = Limits(GREETER)
+        self._fetches = Limits(FETCHER)
         self._now = 0.0
         self._last: tuple[Message, bytes] | None = None
         self._shared: zmq.Frame | None = None  # the body of `_last` when it is large: one copy for all peers
@@ -226,6 +227,9 @@ class Gate:
         if self._holders.route(peer) != route:
             self.counts.refuse(name, "before Hello")  # usual after a reconnect
             self._send_to(route, Rehello())
+            return False
+        if isinstance(message, Fetch) and self._fetches.spend(peer, 0, self._now):
+            self.counts.refuse(name, "too many Fetches")
             return False
         return True
 

@@ -20,6 +20,7 @@ from protocol.lock import Lock
 from protocol.messages import Kind, Unit
 
 WORTH = 0.1  # seconds that doing a unit twice must save at least
+INCREDIBLE = 4.0  # one that takes so many times them is not believed to be nearly done
 OVERDUE = 1.5  # a unit that takes this many times its usual seconds may take as long again
 
 
@@ -249,11 +250,14 @@ def _left(node: Node, lease: Lease, usual: float | None, now: float) -> float:
     if now - node.heard > SUSPECT_AFTER:
         return float("inf")
     elapsed = max(now - max(lease.since, node.done), 0.0)
+    known = node.pace is not None or usual is not None
+    expected = _pace(node, usual) * _chunks(lease.unit)
+    if known and elapsed > INCREDIBLE * expected:
+        return elapsed  # whatever it says: an end that is always near keeps the round from closing
     if lease.progress >= 100:
         return elapsed * (1000 - lease.progress) / lease.progress
-    if node.pace is None and usual is None:
+    if not known:
         return 0.0
-    expected = _pace(node, usual) * _chunks(lease.unit)
     return elapsed if elapsed > OVERDUE * expected else max(expected - elapsed, 0.0)
 
 

@@ -29,6 +29,8 @@ NODE = Rate(2_000, 8_000, 8e6, 64e6)
 # A Hello that is refused is logged and kept in words, so it has a rate of its own; a node that finds no rest
 # says it every second or two.
 GREETER = Rate(2, 30, 1, 1)
+# Each Fetch may bring a large answer: a node asks again when it has checked the last one's signatures.
+FETCHER = Rate(100, 300, 1, 1)
 # Behind an invite there is one question, repeated every few seconds; one invite may be for many machines.
 NEWCOMER = Rate(5, 200, 5e3, 200e3)
 

@@ -70,7 +70,7 @@ __all__ = ["State", "fold", "new", "next_term", "recall", "status", "step"]
 
 LINGER = 60.0  # seconds END is served at most to nodes that have not confirmed it
 LINGER_ALONE = 5.0  # and to nodes that might return, after a start on a run that has ended
-ENTRIES_BYTES = 1 << 20  # one Entries message
+ENTRIES_BYTES = 256 * 1024  # one Entries message; up to 64 wait for a node that does not read
 UNITS_IN_BEAT = 64
 MAX_NOTE = 200  # characters of a node's words that are kept
 
@@ -245,7 +245,10 @@ def _on_hello(turn: Turn, peer: bytes, hello: Hello) -> None:
     """Admit or refuse. A newer Hello of a key supersedes what was known of it; its units stay its own."""
     state = turn.state
     name = state.allowed.get(peer) or enrolment.label(hello.name, peer)
-    verdict = membership.admit(hello, state.lock, peer in state.allowed, state.selftest)
+    answered = (node.hello.selftest for node in state.nodes.values() if membership.alive(node, state.now))
+    if hello.selftest != state.selftest and state.selftest not in answered:
+        turn.set(selftest=b"")  # nobody who is there stands for it: whoever brought it may have been put out
+    verdict = membership.admit(hello, state.lock, peer in state.allowed, turn.state.selftest)
     if not verdict.ok:
         return _refuse(turn, peer, name, verdict.reason)
     place = succession.place(turn, peer, name, hello)
@@ -264,7 +267,7 @@ def _on_hello(turn: Turn, peer: bytes, hello: Hello) -> None:
     if old is not None:
         node = replace(node, pace=old.pace, tally=old.tally, ms=old.ms)
     turn.set_node(node)
-    turn.set(selftest=state.selftest or hello.selftest)
+    turn.set(selftest=turn.state.selftest or hello.selftest)
     lock = state.lock
     turn.send(
         peer,

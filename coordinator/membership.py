@@ -17,6 +17,7 @@ SUSPECT_AFTER = 6.0  # seconds of silence: three missed heartbeats
 LOST_AFTER = 15.0  # a lease ends
 RESEND_AFTER = 3.0  # an Assign the node's beats do not confirm is sent again
 STALL_FACTOR = 5.0  # a unit may stand still for this many usual units
+LONGEST_FACTOR = 4.0  # and take this many stall limits in all, whatever progress is told
 PACE_WEIGHT = 0.3  # of the newest unit in a node's average
 
 READY, SUSPECT, LOST, NEW, BEHIND, STALLED, LEFT, QUARANTINED = (
@@ -182,6 +183,9 @@ def expiry(node: Node, running: Lease, stall: float, pool: float | None, now: fl
     still = now - max(running.moved, node.done)
     if still > limit:
         return Verdict(True, f"no progress for {still:.0f} s, the limit is {limit:.0f} s")
+    taken = now - max(running.since, node.done)
+    if taken > LONGEST_FACTOR * limit:
+        return Verdict(True, f"no result for {taken:.0f} s, the limit is {LONGEST_FACTOR * limit:.0f} s")
     return Verdict(False, "")
 
 

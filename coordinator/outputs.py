@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,13 @@ from typing import Any
 import msgspec
 
 from coordinator.events import Note
+from coordinator.limits import Limits, Rate
 from protocol.errors import UserError
 
 METRIC_NOTES = frozenset({"commit", "score", "end"})
 UNIT_NOTES = frozenset({"unit"})
+# Log lines of one kind about one node: what it says 2,000 times a second must not fill the disk.
+LINES = Rate(2, 100, 1, 1)
 _ENCODER = msgspec.json.Encoder(enc_hook=str)
 _LEVELS = {
     "dispute": logging.ERROR,
@@ -89,6 +93,8 @@ class Outputs:
         self._metrics = JsonLines(folder / "metrics.jsonl")
         self._units = JsonLines(folder / "units.jsonl")
         self._log = log
+        self._lines = Limits(LINES)
+        self._left_out: Counter[bytes] = Counter()
 
     def note(self, note: Note, **extra: Any) -> None:
         """Write one note; `extra` fields (bytes by message type) join those of the core."""
@@ -99,7 +105,17 @@ class Outputs:
             self._metrics.write(row)
         level = _LEVELS.get(note.kind, logging.INFO)
         if self._log.isEnabledFor(level):
-            self._log.log(level, "%s", _words(note))
+            self._say(level, note)
+
+    def _say(self, level: int, note: Note) -> None:
+        """A line of the log, unless too many of its kind were about this node."""
+        about = f"{note.kind} {note.fields.get('node', '')}".encode()
+        if "node" in note.fields and self._lines.spend(about, 0, time.monotonic()):
+            self._left_out[about] += 1
+            return
+        missing = self._left_out.pop(about, 0)
+        more = f" ({missing} lines like it left out before)" * bool(missing)
+        self._log.log(level, "%s", _words(note) + more)
 
     def flush(self) -> None:
         """Hand the lines written so far to the system."""

@@ -47,9 +47,9 @@ class Setup:
         inner = folder / "coordinator"
         lock = _read_lock(folder / "lock.json")
         plan_path = folder / "plan.toml"
-        ops = plan.parse(_read(plan_path, "it sets the number of rounds").decode("utf-8", "replace")).ops
-        seed = keys.read_signing(inner / "signing.key")
-        secret = keys.new_curve_file(inner / "curve.key")
+        ops = _ops(plan_path)
+        seed = _signing_seed(inner / "signing.key")
+        secret = _own_key(inner / "curve.key")
         replace_file(inner / PUBLIC_KEY, keys.curve_public(secret).hex() + "\n")
         return cls(
             folder, lock, ops, seed, secret, keys.read_roster(inner / "roster.json"), _stamp(plan_path)
@@ -94,6 +94,35 @@ def replace_file(path: Path, text: str) -> None:
     temporary = path.with_name(path.name + ".new")
     temporary.write_text(text)
     os.replace(temporary, path)
+
+
+def _ops(path: Path) -> Ops:
+    try:
+        return plan.parse(_read(path, "it sets the number of rounds").decode("utf-8", "replace")).ops
+    except plan.PlanError as error:
+        raise SetupError(f"{path}: {error}") from error
+
+
+def _own_key(path: Path) -> bytes:
+    try:
+        return keys.new_curve_file(path)
+    except keys.KeyDamaged as error:
+        raise SetupError(
+            f"{error}. Put a copy of it back; without one, move it away: another is made, and machines that "
+            "joined need a new invite"
+        ) from error
+
+
+def _signing_seed(path: Path) -> bytes:
+    try:
+        return keys.read_signing(path)
+    except keys.KeyFileError as error:
+        if path.exists() and not isinstance(error, keys.KeyDamaged):
+            raise
+        raise SetupError(
+            f"{error}. It is a copy of {keys.user_signing_file()}: `esnode coordinator serve` makes it again "
+            "where there is none"
+        ) from error
 
 
 def _read(path: Path, hint: str) -> bytes:

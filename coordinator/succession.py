@@ -27,6 +27,7 @@ LAST_COMMITS = 8  # the recent work whose evaluators a successor waits for
 FORCED_AFTER = 10.0  # seconds a forced successor gives nodes to show what they hold
 SETTLED_AFTER = 3.0  # a successor gives all that are about to connect a moment
 TOLD_WITHIN = 10.0  # a node that is ahead has shown its entries by then, or is not waited for
+TOLD_AT_ALL = 60.0  # nor is anybody longer: one that claims ever more heights would keep all waiting
 ASK_AGAIN = 1.0
 ASK_COUNT = 256
 KEPT_ORPHANED = 50
@@ -286,6 +287,7 @@ def on_tick(turn: Turn) -> None:
     waited = turn.now - lineage.since
     forced = lineage.force and waited >= FORCED_AFTER
     telling = any(turn.now - question.since < TOLD_WITHIN for question in lineage.questions.values())
+    telling = telling and waited < TOLD_AT_ALL
     if not forced and (not verdict.ok or telling or waited < SETTLED_AFTER):
         return
     _record(turn, Recovery(True, turn.chain.height, _signer(turn.chain)))

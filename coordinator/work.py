@@ -321,7 +321,7 @@ def reconcile(turn: Turn, peer: bytes, listed: dict[Unit, int]) -> None:
     for unit, progress in listed.items():
         if unit in kept:
             continue
-        if _useful(turn, peer, unit):
+        if len(kept) < QUEUE and _useful(turn, peer, unit):
             if node.stalled:
                 continue  # its units are anybody's until it moves
             kept[unit] = Lease(unit, now, now, now, progress, sent=False)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from esnode import joined
-from protocol import keys
+from protocol import keys, zmtp
 from protocol.errors import UserError
 from protocol.lock import Lock, LockError, lock_from_bytes
 
@@ -133,9 +133,11 @@ def addresses(options: Options) -> tuple[str, ...]:
 def published_address(run: Path) -> tuple[str, ...]:
     """Where the folder's own coordinator listens; empty while it does not."""
     try:
-        return (run.joinpath("coordinator", "address").read_text().strip(),)
-    except OSError:
+        found = run.joinpath("coordinator", "address").read_text().strip()
+        zmtp.host_and_port(found)
+    except (OSError, ValueError):  # damaged: the coordinator writes it anew when it starts
         return ()
+    return (found,)
 
 
 def key_file(run: Path) -> Path:

@@ -69,6 +69,7 @@ class Receiver:
         self._names = {bytes.fromhex(donor["key"]): donor["name"] for donor in order["donors"]}
         self._state = transfer.new(tuple(self._lines), time.monotonic())
         self._head = bytearray()
+        self._head_of = b""  # whom it was asked of: nobody else can spoil it
         self._buffers: dict[tuple[bytes, int], Growing] = {}
         self._hasher = ThreadPoolExecutor(1)
         self._checks: dict[tuple[bytes, int], Future[bool]] = {}
@@ -181,7 +182,7 @@ class Receiver:
             self._step(transfer.Lost(now, key, message.reason))
 
     def _take_head(self, key: bytes, message: Head, now: float) -> None:
-        if self._manifest is not None or message.offset != len(self._head):
+        if self._manifest is not None or key != self._head_of or message.offset != len(self._head):
             return
         if message.total > snapshot.MAX_HEADER or not message.data:
             return self._step(transfer.Lost(now, key, "its snapshot's head is too large"))
@@ -259,6 +260,7 @@ class Receiver:
             match action:
                 case transfer.AskHead(key):
                     self._head.clear()
+                    self._head_of = key
                     self._send(key, HeadAsk(self._root, 0), SLICE)
                 case transfer.Ask(key, part, offset, size):
                     if (key, part) not in self._buffers:

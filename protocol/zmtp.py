@@ -6,6 +6,8 @@ Lives here because coordinator and node must agree on them. Opens nothing itself
 
 from __future__ import annotations
 
+import re
+
 HIGH_WATER = 64  # messages queued per peer and direction before sends are dropped
 LINGER_MS = 0  # nothing relies on delivery, so closing never waits
 FAREWELL_MS = 500  # except at a clean stop, where Bye and Release may arrive first
@@ -20,6 +22,7 @@ PLAIN_PREFIX = (
     b"K"  # of a routing id that carries a key when nothing is encrypted; it may not start with zero
 )
 
+_HOST = r"[A-Za-z0-9._*-]+|\[[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?\]|[0-9A-Fa-f:.]+"  # what libzmq takes
 _SHORT_FRAME, _LONG_FRAME, _SHORT_LIMIT = 2, 9, 255
 _CURVE_EXTRA = 33  # "\x07MESSAGE", 8 bytes of nonce, 16 of authenticator, 1 of flags
 
@@ -34,7 +37,8 @@ def host_and_port(address: str) -> tuple[str, int]:
     """The parts of `tcp://HOST:PORT`; IPv6 hosts keep their brackets. ValueError when it is no such thing."""
     scheme, separator, rest = address.partition("://")
     host, _, port = rest.rpartition(":")
-    if scheme != "tcp" or not separator or not host or not port.isdecimal() or int(port) > 65535:
+    right = scheme == "tcp" and separator and re.fullmatch(_HOST, host) and re.fullmatch("[0-9]{1,5}", port)
+    if not right or int(port) > 65535:
         raise ValueError(f"{address!r} is no address; it should look like tcp://HOST:PORT")
     return host, int(port)
 
