@@ -40,7 +40,8 @@ LOAD_RATE = 5e8  # bytes per second from the disk into the masters, with hashing
 CLEARLY = 0.9  # a snapshot must beat replay by this factor
 REPENT = 1.5  # and is given up when it comes to take so much longer than replay
 ASK_AGAIN = 5.0  # seconds without Donors
-LATER = 60.0  # seconds until a way that failed is thought of again
+LATER = 60.0  # seconds until a way that failed is thought of again,
+MUCH_LATER = 1200.0  # and one that was chosen, and kept this node from replaying
 MOST_KEPT = 2
 
 
@@ -214,8 +215,11 @@ def _on_fetched(turn: Turn, event: Fetched) -> None:
 
 
 def _on_fetch_failed(turn: Turn, event: FetchFailed) -> None:
-    if turn.state.catch is not None:
+    catch = turn.state.catch
+    if catch is not None:
         _settle(turn, "replay", f"the snapshot could not be fetched: {event.reason}")
+        if catch.way:
+            turn.set(catch_later=turn.state.now + MUCH_LATER)
 
 
 def _settle(turn: Turn, way: str, reason: str) -> None:

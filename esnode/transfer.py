@@ -1,8 +1,8 @@
 """A snapshot on its way from several donors: which part is asked of whom, how much, what is thrown away.
 
-Pure. `step(state, event)` answers with actions; the shell (`receiver.py`) moves bytes, hashes parts, writes
-them. Every `Ask` is a grant of credit for so many bytes, and no donor sends without one, so what is in flight
-is bounded by the window here. A part comes from one donor alone: who sent a poisoned one is known.
+Pure. `step(state, event)` answers with actions; the shell (`receiver.py`) moves, hashes and writes bytes.
+Every `Ask` is a grant of credit, and no donor sends without one, so what is in flight is bounded by the
+window here. A part comes from one donor alone: who sent a poisoned one is known.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ WINDOW_SECONDS = 1.0  # of a donor's measured rate are in flight
 MEASURE_EVERY = 0.25  # seconds between measurements of a donor's rate
 STALL_SECONDS = 6.0  # a donor that was asked and sends nothing for this long is given up
 RETRY_SECONDS = 5.0  # before a donor that was lost is asked again
-PATIENCE = 30.0  # without any open donor the transfer fails
+PATIENCE = 30.0  # the transfer fails without any open donor for so long,
+STANDSTILL = 300.0  # and without one more whole part, whatever the donors begin and never end
 NEW, OPEN, GONE, BANNED = "new", "open", "gone", "banned"
 
 
@@ -68,6 +69,7 @@ class State:
     began: float | None = None  # first byte asked for
     received: int = 0  # bytes since, poisoned ones included
     alone: float = 0.0  # since when no donor is open
+    moved: float = 0.0  # when the last whole part, or the head, came
     asked_head: float | None = None
     over: str = ""  # "done" or why it failed
 
@@ -210,7 +212,7 @@ Action: TypeAlias = AskHead | Ask | Drop | Report | Finish
 
 def new(keys: tuple[bytes, ...], now: float) -> State:
     """A transfer from these donors, none of which is reached yet."""
-    return State({key: Source(key) for key in keys}, now=now, alone=now)
+    return State({key: Source(key) for key in keys}, now=now, alone=now, moved=now)
 
 
 def step(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
@@ -283,7 +285,7 @@ class _Turn:
 
     def began(self, event: Began) -> None:
         if not self.state.part_size:
-            self.set(total=event.total, part_size=event.part_size, have=event.have)
+            self.set(total=event.total, part_size=event.part_size, have=event.have, moved=self.state.now)
 
     def came(self, event: Came) -> None:
         source, now = self.state.sources.get(event.key), self.state.now
@@ -294,8 +296,7 @@ class _Turn:
         self.set(received=self.state.received + event.size)
 
     def checked(self, event: Checked) -> None:
-        source = self.state.sources.get(event.key)
-        if source is None:
+        if (source := self.state.sources.get(event.key)) is None:
             return
         if not event.good:
             self.actions.append(Report(event.key, event.part))
@@ -305,7 +306,7 @@ class _Turn:
             if any(job.part == event.part for job in other.jobs):
                 self.put(replace(other, jobs=tuple(job for job in other.jobs if job.part != event.part)))
                 self.actions.append(Drop(other.key, event.part))
-        self.set(have=self.state.have | 1 << event.part)
+        self.set(have=self.state.have | 1 << event.part, moved=self.state.now)
 
     # ------------------------------------------------------------ after every event
 
@@ -322,7 +323,9 @@ class _Turn:
         state = self.state
         if state.part_size and state.have == (1 << state.parts) - 1:
             return self.finish("")
-        if any(source.status == OPEN for source in state.sources.values()):
+        if now - state.moved > STANDSTILL:
+            self.finish(f"no donor has sent a whole part for {STANDSTILL:.0f} s")
+        elif any(source.status == OPEN for source in state.sources.values()):
             self.set(alone=now)
         elif now - state.alone > PATIENCE or all(s.status == BANNED for s in state.sources.values()):
             why = {source.reason or "no answer" for source in state.sources.values()}
@@ -343,7 +346,7 @@ class _Turn:
             return self._ask_head()
         for key in state.sources:
             while self._grant(self.state.sources[key]):
-                pass
+                ...
 
     def _ask_head(self) -> None:
         state = self.state
@@ -370,8 +373,7 @@ class _Turn:
         self.actions.append(Ask(source.key, job.part, job.granted, size))
         now = self.state.now
         heard = source.heard if source.flying else now
-        jobs = (*jobs[:-1], replace(job, granted=job.granted + size))
-        self.put(replace(source, jobs=jobs, heard=heard))
+        self.put(replace(source, jobs=(*jobs[:-1], replace(job, granted=job.granted + size)), heard=heard))
         if self.state.began is None:
             self.set(began=now)
         return True
@@ -395,6 +397,4 @@ class _Turn:
         """The part with most bytes to come of those that one other donor alone was asked for."""
         asked = [job for other in self.state.sources.values() for job in other.jobs]
         single = [job for job in asked if sum(other.part == job.part for other in asked) == 1]
-        if not single:
-            return None
-        return max(single, key=lambda job: job.size - job.got).part
+        return max(single, key=lambda job: job.size - job.got).part if single else None

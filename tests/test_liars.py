@@ -11,6 +11,7 @@ import pytest
 import coordinator.events as ce
 from coordinator import donors, machine, outputs, succession
 from coordinator.peers import Peer
+from esnode import transfer
 from protocol import wire, zmtp
 from protocol.messages import Evidence, EvidenceAsk, Fetch, Rederive, Rederived, Refuse, Unit, Welcome
 from protocol.peers import Kept
@@ -194,6 +195,24 @@ def test_one_donor_cannot_say_how_large_a_snapshot_is(monkeypatch: pytest.Monkey
     monkeypatch.setattr(donors, "announced", lambda *_: True)
     assert all(isinstance(peer, Peer) for peer in desk.state.peers.values())
     assert donors.choose(desk.state, key_of("d"), 0).size == 900
+
+
+def test_donors_that_begin_every_part_and_end_none_do_not_hold_a_joiner_for_ever() -> None:
+    """They are open, send, are found silent, open again: no node waits for that without end."""
+    key = bytes(32)
+    state, actions = transfer.step(transfer.new((key,), 0.0), transfer.Opened(0.0, key, "direct"))
+    state, actions = transfer.step(state, transfer.Began(0.0, 64 << 20, 1 << 20, 0))
+    now, ended = 0.0, ""
+    while not ended and now < 2 * transfer.STANDSTILL:
+        now += 0.5
+        events: list[transfer.Event] = [transfer.Opened(now, key, "direct"), transfer.Tick(now)]
+        events += [transfer.Came(now, key, a.part, 1000) for a in actions if isinstance(a, transfer.Ask)]
+        actions = ()
+        for event in events:
+            state, more = transfer.step(state, event)
+            actions += more
+        ended = next((a.reason for a in actions if isinstance(a, transfer.Finish)), "")
+    assert "no donor has sent a whole part" in ended and state.received
 
 
 # ---------------------------------------------------------------- storms
