@@ -1,4 +1,4 @@
-"""Changed settings of a run that goes on: alpha, sigma and population from a later round.
+"""Changed settings of a run that goes on: alpha, sigma, population and trusted keys from a later round.
 
 Pure. An order of the operator is journaled at once and becomes a ledger entry as soon as D of the tip is
 known. It never touches the open round, whose members are being measured under the old settings. Called by
@@ -15,14 +15,17 @@ from coordinator.events import AmendAsked, AmendOrdered
 from coordinator.state import State
 from coordinator.turn import Turn
 from protocol.chain import BrokenChain
-from protocol.entries import AmendBody
+from protocol.entries import AmendBody, public_key
 from protocol.fields import bf16
 
 SETTINGS = ("alpha", "sigma", "members")
+KEY = 32  # bytes of a signing key
+MOST_TRUSTED = 64  # as in a lock
 
 
 def asked(state: State, request: dict[str, Any]) -> tuple[AmendAsked | None, str]:
-    """The event of an operator's request (`from_round`, and any of `SETTINGS`), or why it cannot be."""
+    """The event of an operator's request (`from_round`, any of `SETTINGS`, `trusted`: the whole new list of
+    signing keys in hex), or why it cannot be."""
     given = {name: request[name] for name in SETTINGS if request.get(name) is not None}
     for name, value in given.items():
         whole = isinstance(value, int) and not isinstance(value, bool)
@@ -35,9 +38,36 @@ def asked(state: State, request: dict[str, Any]) -> tuple[AmendAsked | None, str
     first = request.get("from_round")
     if not isinstance(first, int):
         return None, "from_round is missing: the first round that the change is for"
-    event = AmendAsked(state.now, first, given.get("alpha"), given.get("sigma"), given.get("members"))
+    keys, reason = _keys(request.get("trusted") or ())
+    if reason:
+        return None, reason
+    event = AmendAsked(state.now, first, given.get("alpha"), given.get("sigma"), given.get("members"), keys)
     reason = refusal(state, event)
     return (None, reason) if reason else (event, "")
+
+
+def told(event: AmendAsked) -> dict[str, Any]:
+    """What an order changes, for the operator."""
+    changes = {name: getattr(event, name) for name in SETTINGS}
+    return {"from_round": event.from_round, **changes, "trusted": [key.hex() for key in event.trusted]}
+
+
+def _keys(given: Any) -> tuple[tuple[bytes, ...], str]:
+    """Signing keys from a request, or why they are none."""
+    if not isinstance(given, list | tuple) or len(given) > MOST_TRUSTED:
+        return (), f"trusted is a list of at most {MOST_TRUSTED} signing keys"
+    keys = []
+    for text in given:
+        try:
+            keys.append(bytes.fromhex(text))
+        except (TypeError, ValueError):
+            keys.append(b"")
+        if len(keys[-1]) != KEY:
+            return (
+                (),
+                f"{str(text)[:70]!r} is no signing key: 64 hex digits, as `esnode coordinator key` prints",
+            )
+    return tuple(dict.fromkeys(keys)), ""
 
 
 def refusal(state: State, event: AmendAsked) -> str:
@@ -47,6 +77,13 @@ def refusal(state: State, event: AmendAsked) -> str:
     if event.from_round <= state.chain.round:
         open_round = state.chain.round
         return f"round {open_round} is being measured: the first one that can change is {open_round + 1}"
+    mine = public_key(state.key)
+    if event.trusted and mine not in event.trusted:
+        return (
+            f"this coordinator's own key {mine.hex()} is not among them, so it could sign nothing from round "
+            f"{event.from_round} on: name it too. To take it off, let a successor with another key take over "
+            "and amend there"
+        )
     try:
         state.chain.check_amend(_body(event))
     except BrokenChain as error:
@@ -58,7 +95,7 @@ def on_asked(turn: Turn, event: AmendAsked) -> None:
     """Journal the order; it enters the chain at once if it can."""
     if refusal(turn.state, event):
         return
-    order = AmendOrdered(event.from_round, event.alpha, event.sigma, event.members)
+    order = AmendOrdered(event.from_round, event.alpha, event.sigma, event.members, event.trusted)
     turn.persist(order)
     turn.set(orders=(*turn.state.orders, order))
     turn.note("amend", **_words(order), reason="ordered by the operator")
@@ -76,9 +113,10 @@ def on_tick(turn: Turn) -> None:
 
 
 def _body(order: AmendAsked | AmendOrdered) -> AmendBody:
-    return AmendBody(order.from_round, order.alpha, order.sigma, order.members)
+    return AmendBody(order.from_round, order.alpha, order.sigma, order.members, order.trusted)
 
 
 def _words(order: AmendOrdered) -> dict[str, Any]:
-    found = {name: getattr(order, name) for name in SETTINGS}
+    found: dict[str, Any] = {name: getattr(order, name) for name in SETTINGS}
+    found["trusted"] = ", ".join(key.hex()[:16] for key in order.trusted) or None
     return {"round": order.from_round} | {name: value for name, value in found.items() if value is not None}

@@ -95,13 +95,14 @@ class NodeRevoked(msgspec.Struct, frozen=True):
 
 
 class AmendAsked(msgspec.Struct, frozen=True):
-    """The operator changes settings from a later round on; None leaves one as it is."""
+    """The operator changes settings from a later round on; None and () leave one as it is."""
 
     now: float
     from_round: int
     alpha: float | None
     sigma: float | None
     members: int | None
+    trusted: tuple[bytes, ...] = ()  # the whole new list of signing keys
 
 
 Event: TypeAlias = (
@@ -167,6 +168,7 @@ class AmendOrdered(msgspec.Struct, frozen=True):
     alpha: float | None
     sigma: float | None
     members: int | None
+    trusted: tuple[bytes, ...] = ()
 
 
 class InviteOpened(msgspec.Struct, frozen=True):

@@ -78,8 +78,8 @@ def encode(record: Record) -> tuple[int, int | None, bytes]:
             return _FAULT, None, pack((key, commits, reason))
         case SecretTaken(secret):
             return _SECRET, None, pack(secret)
-        case AmendOrdered(first, alpha, sigma, members):
-            return _AMEND, None, pack((first, alpha, sigma, members))
+        case AmendOrdered(first, alpha, sigma, members, trusted):
+            return _AMEND, None, pack((first, alpha, sigma, members, trusted))
         case TermSeen(term):
             return _TERM_SEEN, None, pack(term)
         case Recovery(open, height, key):
@@ -99,7 +99,7 @@ _FAULT_READER = msgspec.msgpack.Decoder(tuple[bytes, int, str])
 _TERM_SEEN_READER = msgspec.msgpack.Decoder(int)
 _RECOVERY_READER = msgspec.msgpack.Decoder(tuple[bool, int, bytes])
 _SECRET_READER = msgspec.msgpack.Decoder(bytes)
-_AMEND_READER = msgspec.msgpack.Decoder(tuple[int, float | None, float | None, int | None])
+_AMEND_READER = msgspec.msgpack.Decoder(tuple[int, float | None, float | None, int | None, tuple[bytes, ...]])
 _AUDIT_READER = msgspec.msgpack.Decoder(
     tuple[bytes, bytes, tuple[float, ...], tuple[tuple[bytes, str], ...], tuple[tuple[bytes, str], ...]]
 )

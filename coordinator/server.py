@@ -290,8 +290,7 @@ class Server:
         if event is None:
             return {"error": reason}
         self._process([event])
-        changes = {name: getattr(event, name) for name in amend.SETTINGS}
-        return {"ok": True, "from_round": event.from_round, **changes}
+        return {"ok": True, **amend.told(event)}
 
     def close(self) -> None:
         """Let go of everything; queued goodbyes may leave after a clean stop."""

@@ -143,7 +143,8 @@ def adopt(state: State, entry: Entry) -> State:
 def _open_orders(orders: tuple[AmendOrdered, ...], done: AmendBody) -> tuple[AmendOrdered, ...]:
     """The orders without the first one that this entry fulfils (its first round may have had to move)."""
     for k, order in enumerate(orders):
-        if (order.alpha, order.sigma, order.members) == (done.alpha, done.sigma, done.members):
+        given = (order.alpha, order.sigma, order.members, order.trusted)
+        if given == (done.alpha, done.sigma, done.members, done.trusted):
             return orders[:k] + orders[k + 1 :]
     return orders
 

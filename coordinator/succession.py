@@ -19,7 +19,7 @@ from coordinator.membership import Verdict
 from coordinator.state import State, adopt, recall
 from coordinator.turn import Turn
 from protocol.chain import BrokenChain, Chain
-from protocol.entries import GENESIS, CommitBody, EntryKind, MalformedEntry, parse, public_key, signed_by
+from protocol.entries import GENESIS, CommitBody, EntryKind, MalformedEntry, parse, public_key
 from protocol.messages import Commit, Entries, Fetch, Hello, Rehello, Return
 from protocol.terms import Claim, common, read_proof, signed_twice, stronger
 
@@ -53,7 +53,7 @@ def begin(turn: Turn, how: str) -> None:
     """At the start of a process: a successor begins to wait, or goes on waiting. `how`: "wait" or "force"."""
     lineage = turn.state.lineage
     if how and not lineage.waiting and not lineage.recovered:
-        _record(turn, Recovery(False, turn.chain.height, _signer(turn.chain)))
+        _record(turn, Recovery(False, turn.chain.height, turn.chain.signer))
     if turn.state.lineage.waiting:
         _set(turn, force=how == "force", since=turn.now)
         turn.note("succession", what="waits", reason=answered(turn.state).reason)
@@ -114,7 +114,7 @@ def _heed_term(turn: Turn, name: str, hello: Hello, branch: Chain | None) -> Pla
 def _before_me(state: State) -> frozenset[bytes]:
     """Signing keys of coordinators this one comes after, whose later terms it may take over."""
     before = state.lineage.heirs_of
-    return before | {_signer(state.chain)} if state.lineage.waiting else before
+    return before | {state.chain.signer} if state.lineage.waiting else before
 
 
 def _take_above(turn: Turn, number: int) -> None:
@@ -227,7 +227,7 @@ def _judge(turn: Turn, peer: bytes, name: str, branch: Chain) -> Place:
 
 def _extend(turn: Turn, peer: bytes, name: str, branch: Chain, shared: int) -> Place:
     """The node is ahead of me: adopt it, unless it was led on by a key that is neither mine nor before me."""
-    signer = _signer(branch)
+    signer = branch.signer
     if signer not in {public_key(turn.state.key), *_before_me(turn.state)}:
         _yield_to(turn, Claim(branch.term, signer, branch.entries[-1].nonce), name)
         return UNCLEAR
@@ -275,7 +275,7 @@ def _weigh(turn: Turn, peer: bytes, name: str, branch: Chain, shared: int) -> Pl
     if shared < turn.chain.height:
         _name_orphans(turn, "the ledger held so far", turn.chain, shared)
         turn.state = replace(turn.state, nodes={})  # where they stand has to be found out again
-        _record(turn, Recovery(False, shared, _signer(turn.chain)))
+        _record(turn, Recovery(False, shared, turn.chain.signer))
     _adopt(turn, name, branch, shared)
     forget(turn, peer)
     return Place(True, "welcome")
@@ -290,7 +290,7 @@ def on_tick(turn: Turn) -> None:
     telling = telling and waited < TOLD_AT_ALL
     if not forced and (not verdict.ok or telling or waited < SETTLED_AFTER):
         return
-    _record(turn, Recovery(True, turn.chain.height, _signer(turn.chain)))
+    _record(turn, Recovery(True, turn.chain.height, turn.chain.signer))
     turn.round = replace(turn.round, opened=turn.now)
     turn.note("succession", what="begins", height=turn.chain.height, reason=verdict.reason, forced=forced)
     for key, branch in turn.state.lineage.branches.items():
@@ -363,12 +363,6 @@ def picture(state: State) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------- small parts
-
-
-def _signer(chain: Chain) -> bytes:
-    """The key that signed the chain's last entry."""
-    entry = chain.entries[-1]
-    return signed_by(entry, (*chain.trusted, *(bytes.fromhex(key) for key in chain.lock.trusted))) or b""
 
 
 def _record(turn: Turn, record: Recovery | TermSeen) -> None:

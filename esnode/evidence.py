@@ -17,10 +17,10 @@ PART = 2048  # scores in one message
 
 
 def keep(turn: Turn, unit: Unit, scores: tuple[float, ...]) -> None:
-    """Remember a unit's scores; those of rounds gone by make room."""
+    """Remember a unit's scores; those of rounds gone by make room, and those of a branch that was left."""
     kept = (*(old for old in turn.state.kept if old.unit != unit), Kept(unit, scores))
     if len(kept) > MOST:
-        kept = tuple(old for old in kept if old.unit.round + 2 >= unit.round)
+        kept = tuple(old for old in kept if unit.round - 2 <= old.unit.round <= unit.round)
     turn.set(kept=kept)
 
 

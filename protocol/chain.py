@@ -126,6 +126,11 @@ class Chain:
         return next((a.trusted for a in self._amended(self.round) if a.trusted), keys)
 
     @property
+    def signer(self) -> bytes:
+        """Ed25519 key that signed the last entry, which need not be trusted any more; b"" while empty."""
+        return self._signer
+
+    @property
     def digest(self) -> int | None:
         """D of the tip's state; None while no entry states it: the tip is a commit that moved the weights."""
         return self._digests[-1]

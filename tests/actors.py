@@ -138,6 +138,7 @@ class SimCoordinator(Actor):
 
     def begin(self) -> None:
         self.inbox = []
+        self.world.checkers.starts(self.name, self.journal)
         self.state = self.recall()
         nonce = self.world.random.randbytes(8)
         term = machine.next_term(self.state)
@@ -187,14 +188,14 @@ class SimCoordinator(Actor):
         crash = self.crash_when(records) or self.world.crash_point(self.name, len(records))
         flushed = records[: crash.records] if crash else records
         self.journal += flushed
-        self.world.checkers.caused(self.state, state, effects, len(flushed))
+        self.world.checkers.caused(self.name, self.state, state, effects, len(flushed))
         if crash and crash.records is not None:
             self.world.log(
                 self.name, f"crashes in a flush, {len(flushed)} of {len(records)} records are safe"
             )
             return Actor.kill(self)
         self.state = state
-        self.world.checkers.coordinator(state)
+        self.world.checkers.coordinator(self.name, state)
         self._perform(effects, crash.sends if crash else None)
 
     def _perform(self, effects: Sequence[ce.Effect], sends: int | None) -> None:

@@ -15,7 +15,7 @@ from protocol.lock import Lock
 from protocol.messages import Kind
 
 SPARE = 128  # kinds of counters, kept refusals, units told
-EVIDENCE = 256  # units whose scores a node keeps beyond three rounds
+EVIDENCE = 256  # units whose scores a node keeps, or all of three rounds if they are more
 GROWS = {"history", "scores", "chain"}  # one element per round or entry: the run itself
 SIZED = {tuple, list, dict, set, frozenset}
 WHOLE = {"lock", "ops", "about", "key"}
@@ -26,11 +26,11 @@ def _sized(kind: type) -> tuple[str, ...]:
     return tuple(name for name in kind.__annotations__ if name not in GROWS | WHOLE)
 
 
-def _over(what: Any, limit: int) -> str:
+def _over(what: Any, limit: int, **special: int) -> str:
     for name in _sized(type(what)):
-        value = getattr(what, name)
-        if type(value) in SIZED and len(value) > limit:
-            return f"{name} holds {len(value)} things, the limit is {limit}"
+        value, most = getattr(what, name), special.get(name, limit)
+        if type(value) in SIZED and len(value) > most:
+            return f"{name} holds {len(value)} things, the limit is {most}"
     return ""
 
 
@@ -42,4 +42,6 @@ def coordinator(state: State) -> str:
 
 def node(state: NodeState, lock: Lock) -> str:
     """What exceeds its limit in a node; "" for nothing."""
-    return _over(state, SPARE + EVIDENCE + 3 * lock.members * lock.chunk_count(Kind.MEMBER))
+    members = lock.members * lock.chunk_count(Kind.MEMBER)
+    rounds = 3 * (members + lock.chunk_count(Kind.PROBE))
+    return _over(state, SPARE + members, kept=max(EVIDENCE, rounds))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 
 from msgspec.structs import replace
 
@@ -16,6 +17,7 @@ from coordinator.events import (
     FaultFound,
     Persist,
     Record,
+    Recovery,
     ResultAccepted,
     Send,
 )
@@ -25,6 +27,7 @@ from protocol.entries import GENESIS, CommitBody, Entry, EntryKind, ScoreBody, p
 from protocol.lock import Lock
 from protocol.messages import Ack, Assign, Commit, Enrolled, Entries, Kind, Message, Result, Unit
 from tests import bounds
+from tests.histories import Histories
 from tests.promises import Promises, cells_of
 from tests.replica import Truth, digest_of
 from tests.tree import Known, Tree
@@ -65,11 +68,11 @@ class Checkers:
         self.truth = Truth(lock)
         self.tree = Tree(self.truth)
         self.recovering = False  # whether a successor may leave a branch behind
-        self.commits: dict[tuple[int, int], bytes] = {}  # (term, round) -> hash
+        self.histories = Histories(self.tree)
+        self.commits: dict[tuple[int, bytes, int], bytes] = {}  # (term, start, round) -> hash
         self.measured: dict[tuple[Unit, bytes, int], tuple[float, ...]] = {}
-        self.promises = Promises()
+        self.promises: dict[str, Promises] = {}  # of each coordinator
         self.stored_by: dict[str, set[bytes]] = {}  # what each node has put on its disk
-        self.forgiven: set[bytes] = set()  # states whose acknowledged rewards went with a lost journal
         self.batches = 0
         self.let_in: set[bytes] = set()  # keys that were on the list when somebody was told
         self.honest = True  # whether every node measures and applies what it should
@@ -95,33 +98,36 @@ class Checkers:
         assert self.tree.head is not None
         return digest_of(self.tree.head.master)
 
-    def durable(self, height: int, raw: bytes) -> None:
-        """An entry is flushed by a coordinator."""
+    def durable(self, name: str, height: int, raw: bytes) -> None:
+        """An entry is flushed by a coordinator, behind those it holds."""
         entry = parse(raw)
         head, before = self.tree.head, self.tree.before(entry)
         found = self.tree.add(entry)
-        if found is None:
+        problem = self.histories.append(name, height, entry)
+        require(not problem, problem)
+        if found is None:  # taken over from a node, who had it from another coordinator or a lost journal
+            require(self.recovering, f"{name} flushes entry {height} twice")
+            if isinstance(entry.body, CommitBody) and before is not None:
+                self.promised(name).settle(before.closing)
             return
         require(found.height == height, f"entry {height} is shown behind entry {found.height - 1}")
-        legal = before is head or (self.recovering and head is not None and entry.term != head.entry.term)
-        require(legal, f"two entries at height {height}: the chain forks")
+        require(before is head or self.recovering, f"two entries at height {height}: the chain forks")
         if isinstance(entry.body, CommitBody) and before is not None:
-            self._commit(entry, entry.body, before)
+            self._commit(name, entry, entry.body, before)
         elif isinstance(entry.body, ScoreBody) and before is not None:
             self._score(entry.body, before)
 
-    def _commit(self, entry: Entry, body: CommitBody, before: Known) -> None:
-        key = (entry.term, entry.round)
+    def _commit(self, name: str, entry: Entry, body: CommitBody, before: Known) -> None:
+        key = (entry.term, entry.nonce, entry.round)
         require(
             self.commits.setdefault(key, entry.hash) == entry.hash, f"two commits of term and round {key}"
         )
         indices = [member.index for member in body.members]
         require(len(indices) == len(set(indices)), f"round {entry.round}: a member counts twice")
         named = {*indices, *(index for index, _ in body.voids)}
-        for kind, index, chunk in self.promises.settle(before.closing):
+        for kind, index, chunk in self.promised(name).settle(before.closing):
             what = f"acknowledged chunk {chunk} of member {index} of round {entry.round} is lost"
-            legal = kind == Kind.PROBE or index in named or before.closing in self.forgiven
-            require(legal, what)
+            require(kind == Kind.PROBE or index in named, what)
         if self.probes(entry.round):
             require(entry.round in before.scored, f"round {entry.round} closed before its held-out probe")
         if self.honest:
@@ -165,10 +171,30 @@ class Checkers:
         """A node's disk loses entries."""
         self.stored_by.get(name, set()).difference_update(raws)
 
-    def succeeds(self) -> None:
-        """A successor starts from a ledger: what was acknowledged and not committed is gone."""
+    # ------------------------------------------------------------ coordinators and their journals
+
+    def promised(self, name: str) -> Promises:
+        """What a coordinator has acknowledged."""
+        return self.promises.setdefault(name, Promises())
+
+    def starts(self, name: str, journal: Sequence[Record]) -> None:
+        """A coordinator starts: its journal holds the entries that it flushed, no more and no less."""
+        problem = self.histories.starts(name, journal)
+        require(not problem, problem)
+
+    def journal_lost(self, name: str) -> None:
+        """From now on a coordinator works on another journal: a successor's, or an old copy.
+
+        What it acknowledged and did not commit is gone; a branch may be left behind.
+        """
         self.recovering = True
-        self.promises = Promises()
+        self.promises.pop(name, None)
+        self.histories.forget(name)
+
+    def journal_copied(self, name: str, twin: str) -> None:
+        """A second coordinator works on a copy of the first one's journal, its key included."""
+        self.recovering = self.histories.cloned = True
+        self.promises[twin] = deepcopy(self.promised(name))
 
     def whole(self, raws: Sequence[bytes]) -> bool:
         """Whether a node's ledger is the run's."""
@@ -177,42 +203,47 @@ class Checkers:
 
     # ------------------------------------------------------------ records and messages
 
-    def caused(self, before: State, after: State, effects: Sequence[Effect], flushed: int) -> None:
+    def caused(self, name: str, before: State, after: State, effects: Sequence[Effect], flushed: int) -> None:
         """What a coordinator did in one turn, in order; only so many of its records are on the disk."""
+        promises = self.promised(name)
         for effect in effects:
             if isinstance(effect, Persist):
                 flushed -= 1
                 if flushed < 0:
                     return
-                self._recorded(before, after, effect.record)
+                self._recorded(name, before, after, effect.record)
             elif isinstance(effect, Send) and isinstance(effect.message, Ack):
-                if effect.message.verdict == "ok" and not self.promises.acknowledge(effect.message.unit):
+                if effect.message.verdict == "ok" and not promises.acknowledge(effect.message.unit):
                     audit = _audited(before, after, effect.peer, effect.message.unit)
                     require(audit, "an Ack without its record")
             elif isinstance(effect, Send) and isinstance(effect.message, Assign):
                 unit, parent = effect.message.unit, effect.message.parent
-                lost = any(state[:8] == parent for state in self.forgiven)
-                known = set() if lost else self.promises.of(parent)
+                known = promises.of(parent)
                 again = _audited(before, after, effect.peer, unit) or not cells_of(unit) <= known
                 require(again, f"{unit} is assigned although all of it was acknowledged")
+        problem = self.histories.turned(name, before, after)
+        require(not problem, problem)
 
-    def _recorded(self, before: State, after: State, record: Record) -> None:
+    def _recorded(self, name: str, before: State, after: State, record: Record) -> None:
         if isinstance(record, EntryAppended):
-            self.durable(record.height, record.raw)
+            self.durable(name, record.height, record.raw)
+        elif isinstance(record, Recovery):
+            problem = self.histories.recovers(name, before, after, record)
+            require(not problem, problem)
         elif isinstance(record, ResultAccepted):
             self._accepted(before, after, record.evaluator)
-            self.promises.record(record)
+            self.promised(name).record(record)
         elif isinstance(record, FaultFound):
-            self._distrust(before, after, record.key)
+            self._distrust(name, before, after, record.key)
         elif isinstance(record, Audited):
             for key, _ in record.quarantine:
-                self._distrust(before, after, key)
+                self._distrust(name, before, after, key)
 
-    def _distrust(self, before: State, after: State, key: bytes) -> None:
+    def _distrust(self, name: str, before: State, after: State, key: bytes) -> None:
         """What this node measured in the open round counts no more."""
         numbers = {**after.numbers, **before.numbers}
         if key in numbers and before.round is not None:
-            self.promises.drop(numbers[key], before.round.parent[:8])
+            self.promised(name).drop(numbers[key], before.round.parent[:8])
 
     def sent(self, message: Message, coordinator: State | None) -> None:
         """A message leaves a process."""
@@ -235,7 +266,7 @@ class Checkers:
 
     # ------------------------------------------------------------ states
 
-    def coordinator(self, state: State) -> None:
+    def coordinator(self, name: str, state: State) -> None:
         """A coordinator's state after a step."""
         limit = bounds.coordinator(state)
         require(not limit, limit)
@@ -243,14 +274,12 @@ class Checkers:
         round = state.round
         if round is None:
             return
-        for kind, member, chunk in self.promises.of(round.parent):
+        for kind, member, chunk in self.promised(name).of(round.parent):
             if kind == Kind.PROBE and round.probe is None:
                 continue
             cells = round.probe if kind == Kind.PROBE else round.members[member]
-            require(
-                cells is not None and (cells.sums[chunk] is not None or round.parent in self.forgiven),
-                f"acknowledged chunk {chunk} is forgotten",
-            )
+            known = cells is not None and cells.sums[chunk] is not None
+            require(known, f"acknowledged chunk {chunk} is forgotten")
         free = sum(cells.free for cells in round.members)
         unsettled = sum(not cells.settled for cells in round.members)
         require((round.free, round.unsettled) == (free, unsettled), "the round's counters are wrong")

@@ -89,7 +89,7 @@ def recover(
         old.kill()
         old.stopped = ("its machine is lost", 0)
         world.gone.add(old.name)
-        world.checkers.succeeds()
+        world.checkers.journal_lost(name)
         world.excuses[""] = LOST_WITH_THE_JOURNAL
         heir = SimCoordinator(world, name, world.heir_key)
         heir.recover = "force" if force else "wait"

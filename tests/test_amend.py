@@ -11,7 +11,7 @@ import coordinator.events as ce
 from coordinator import amend
 from esnode import admin
 from protocol import ledger
-from protocol.entries import AmendBody, CommitBody, EntryKind, ScoreBody
+from protocol.entries import AmendBody, CommitBody, EntryKind, ScoreBody, public_key
 from protocol.fields import bf16
 from protocol.shaping import mean_and_std
 from tests.desk import Desk, forge, hello
@@ -86,6 +86,10 @@ def test_an_order_that_comes_too_late_moves_to_the_next_round() -> None:
         ({"members": 2.5, "from_round": 1}, "no number"),
         ({"sigma": 0.0, "from_round": 1}, "sigma = 0 cannot be: it has to be a positive bf16 number"),
         ({"alpha": 0.5}, "from_round is missing"),
+        ({"trusted": ["00" * 32], "from_round": 1}, "own key"),
+        ({"trusted": ["abc"], "from_round": 1}, "no signing key"),
+        ({"trusted": [7], "from_round": 1}, "no signing key"),
+        ({"trusted": "00" * 32, "from_round": 1}, "a list"),
     ],
 )
 def test_what_cannot_be_is_refused_in_words(request_: dict[str, Any], words: str) -> None:
@@ -94,6 +98,23 @@ def test_what_cannot_be_is_refused_in_words(request_: dict[str, Any], words: str
     height = desk.state.chain.height
     assert words in order(desk, **request_)
     assert desk.state.chain.height == height
+
+
+def test_a_new_list_of_signing_keys_waits_for_its_round_and_survives_a_restart() -> None:
+    desk = Desk(members=4)
+    desk.join("a")
+    keys = [public_key(desk.state.key).hex(), public_key(bytes(32)).hex()]
+    desk.work("a")
+    assert order(desk, trusted=[*keys, keys[0]], from_round=2) == ""
+    desk.restart()
+    tip = desk.state.chain.tip
+    desk.say("a", hello(desk.lock, height=desk.state.chain.height, tip=tip, term=1, digest=77))
+    desk.tick()
+    body = desk.state.chain.entries[-1].body
+    assert isinstance(body, AmendBody) and [key.hex() for key in body.trusted] == keys
+    assert not desk.state.orders and len(desk.state.chain.trusted) == 1, "not before round 2"
+    desk.work("a")
+    assert [key.hex() for key in desk.state.chain.trusted] == keys
 
 
 def test_nodes_measure_with_the_amended_sigma() -> None:
@@ -115,7 +136,9 @@ def test_amend_over_the_administration_socket_of_a_real_run(tmp_path: Path) -> N
         processes.node("n1")
         wait_for(lambda: processes.status().get("round", 0) >= 1)
         answer = admin.ask(tmp_path, "amend", from_round=4, alpha=0.125, sigma=0.126)
-        assert answer == {"ok": True, "from_round": 4, "alpha": 0.125, "sigma": bf16(0.126), "members": None}
+        assert answer == {
+            "ok": True, "from_round": 4, "alpha": 0.125, "sigma": bf16(0.126), "members": None, "trusted": []
+        }  # fmt: skip
         assert "error" in admin.ask(tmp_path, "amend", from_round=0, alpha=0.1)
         processes.wait_end(60)
     chain = ledger.read(tmp_path / "run.ledger").chain

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -92,6 +93,10 @@ class World:
         )  # fmt: skip
         return made.stdout.strip()
 
+    def signing_key(self, machine: str) -> str:
+        """What `esnode coordinator key` prints there."""
+        return re.findall(r"^[0-9a-f]{64}$", self.done(machine, "coordinator", "key"), re.MULTILINE)[-1]
+
     def round(self, name: str) -> int:
         path = self.path / name / "run" / "run.ledger"
         return ledger.read(path).chain.round if path.exists() else 0
@@ -174,3 +179,40 @@ def test_another_model_is_refused(world: World) -> None:
         told = world.done(f"n{k}", "join", world.invite("c"), "--model", str(other), code=1)
         assert ("other values than" if k == 0 else "is not the base model") in told, told
         assert "Traceback" not in told
+
+
+def test_a_successors_invite_in_an_existing_folder_keeps_identity_and_ledger(world: World) -> None:
+    """The successor's key comes into the run by `esnode plan amend --trust`, on a machine of its own."""
+    coordinator = world.serve("c", pairs(world.path / "pairs.jsonl"), 400)
+    a = world.start("a", "join", world.invite("c"), "--name", "a", "--threads", "1")
+    wait_for(lambda: world.round("c") >= 2, PATIENCE, world.log("a"))
+    mine, heirs = (world.signing_key(name) for name in ("c", "h"))
+    first = world.round("c") + 20
+    told = world.done("c", "plan", "amend", "run", "--trust", heirs, "--from-round", str(first), code=1)
+    assert "own key" in told and "Traceback" not in told
+    trust = ("--trust", mine, "--trust", heirs)
+    told = world.done("c", "plan", "amend", "run", *trust, "--from-round", str(first))
+    assert f"trusted keys {mine[:16]}, {heirs[:16]} from round {first} on" in told
+    wait_for(lambda: world.round("c") > first + 1, PATIENCE)
+    coordinator.kill()
+    coordinator.wait()
+    a.send_signal(signal.SIGTERM)
+    assert a.wait(10) == 0, world.log("a")
+    folder = joined.find(None, world.path / "a" / "data")
+    node = folder / "nodes" / "a"
+    key, held = (node / "curve.key").read_bytes(), (node / "node.ledger").read_bytes()
+    words = ("--recover-from", str(node / "node.ledger"), "--task-data", str(folder / "task.jsonl"))
+    rounds = ledger.read(node / "node.ledger").chain.round + 3
+    heir = world.start("h", "coordinator", "serve", *words, "--rounds", str(rounds), "--data", "run")
+    address = world.path / "h" / "run" / "coordinator" / "address"
+    wait_for(lambda: address.exists() or heir.poll() is not None, PATIENCE)
+    again = world.start("a", "join", world.invite("h"), "--threads", "1")
+    assert heir.wait(PATIENCE) == 0, world.log("h") + world.log("a")
+    assert again.wait(20) == 0, world.log("a")
+    assert joined.find(None, world.path / "a" / "data") == folder
+    assert (node / "curve.key").read_bytes() == key
+    whole = (node / "node.ledger").read_bytes()
+    assert whole.startswith(held) and whole == (world.path / "h" / "run" / "run.ledger").read_bytes()
+    reading = ledger.read(node / "node.ledger")
+    assert reading.ended and reading.chain.round == rounds and len(reading.chain.roster) == 1
+    assert reading.chain.term > 1 and reading.chain.signer.hex() == heirs

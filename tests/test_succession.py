@@ -6,11 +6,16 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+
 import coordinator.events as ce
 import esnode.events as ne
+from coordinator.membership import Verdict
+from protocol.chain import Chain
 from protocol.entries import EntryKind, public_key
 from protocol.messages import Rehello
 from tests.actors import COORDINATOR, SimCoordinator
+from tests.checkers import Violation
 from tests.world import World
 
 HEIR, OTHER = (hashlib.blake2b(name, digest_size=32).digest() for name in (b"heir", b"other"))
@@ -39,21 +44,16 @@ def succeed(
     heir.journal = [ce.EntryAppended(height, raw) for height, raw in enumerate(raws)]
     heir.recover = how
     world.coordinators[name] = world.coordinator = heir
-    forgive(world)
+    world.checkers.journal_lost(name)
     heir.start()
     return heir
 
 
-def forgive(world: World) -> None:
-    """What a lost journal held of the open round goes with it; a branch may be left behind."""
-    world.checkers.recovering = True
-    world.checkers.forgiven |= {known.closing for known in world.checkers.tree.known.values()}
-
-
-def copy_of(world: World, original: SimCoordinator, name: str, records: int | None = None) -> SimCoordinator:
-    """A coordinator on a copy of another's folder, or on what the folder was some records ago."""
+def copy_of(world: World, original: SimCoordinator, name: str) -> SimCoordinator:
+    """A coordinator on a copy of another's folder."""
     twin = SimCoordinator(world, name, original.key)
-    twin.journal = list(original.journal[:records])
+    twin.journal = list(original.journal)
+    world.checkers.journal_copied(original.name, name)
     world.coordinators[name] = twin
     return twin
 
@@ -149,6 +149,34 @@ def test_a_successor_that_is_killed_goes_on_waiting_or_working() -> None:
     assert heir.state.chain.ended and not heir.state.lineage.waiting and heir.state.chain.term == 4
 
 
+def test_a_key_that_an_amendment_trusts_may_succeed_and_then_take_the_lost_one_off_the_list() -> None:
+    world = World(heirs=(), rounds=8, ops={"eval_every": 0})
+    committed(world, 1)
+    mine, theirs = public_key(world.signing_key), public_key(HEIR)
+    world.coordinator.order(ce.AmendAsked(world.coordinator.clock, 3, None, None, None, (mine, theirs)))
+    committed(world, 4)
+    lose_coordinator(world)
+    heir = succeed(world, raws_of(world))
+    move(world, "heir")
+    committed(world, 5)
+    heir.order(ce.AmendAsked(heir.clock, 7, None, None, None, (theirs,)))
+    world.run()
+    assert heir.state.chain.ended and heir.state.chain.trusted == (theirs,) and len(tips(world)) == 1
+    assert Chain(heir.state.chain.entries).signer == theirs
+
+
+def test_a_key_whose_amendment_is_not_in_force_yet_may_not_succeed() -> None:
+    world = World(heirs=(), rounds=8, ops={"eval_every": 0})
+    committed(world, 1)
+    keys = (public_key(world.signing_key), public_key(HEIR))
+    world.coordinator.order(ce.AmendAsked(world.coordinator.clock, 6, None, None, None, keys))
+    committed(world, 3)
+    lose_coordinator(world)
+    world.failing = True
+    heir = succeed(world, raws_of(world))
+    assert heir.stopped is not None and "does not trust this coordinator's signing key" in heir.stopped[0]
+
+
 # ---------------------------------------------------------------- dead branches
 
 
@@ -163,11 +191,7 @@ def apart(world: World) -> tuple[SimCoordinator, SimCoordinator]:
 
 
 def test_a_node_on_a_dead_branch_goes_back_and_the_entries_are_named() -> None:
-    world = (
-        world_of(rounds=30, paces=(0.3, 0.1, 0.1), apart=None)
-        if False
-        else world_of(rounds=30, paces=(0.3, 0.1, 0.1))
-    )
+    world = world_of(rounds=30, paces=(0.3, 0.1, 0.1))
     world.checkers.recovering = True
     world.failing = True
     old, heir = apart(world)
@@ -221,7 +245,7 @@ def test_an_old_copy_of_the_folder_adopts_what_its_nodes_hold() -> None:
     old.kill()
     held = max((raws_of(world, name) for name in world.nodes), key=len)
     old.journal = old.journal[:records]
-    forgive(world)
+    world.checkers.journal_lost(old.name)
     old.start()
     world.run()
     assert old.state.chain.ended and len(tips(world)) == 1
@@ -234,14 +258,9 @@ def test_a_cloned_folder_that_signs_the_same_round_stops_everything_and_prints_b
     first = world.coordinator
     first.kill()
     clone = copy_of(world, first, "clone")
-    forgive(world)
     world.failing = True
     first.start()
     clone.start()
-    world.checkers.honest = False  # the observer knows one history only
-    world.checkers.durable = lambda *_: None  # type: ignore[method-assign]
-    world.checkers._shown = lambda *_: None  # type: ignore[method-assign]
-    world.checkers.stored = lambda *_: None  # type: ignore[method-assign]
     assert first.state.term == clone.state.term and first.state.nonce != clone.state.nonce
     for sim in list(world.nodes.values())[:2]:
         move(world, "clone", sim.name)
@@ -256,7 +275,7 @@ def test_a_cloned_folder_that_signs_the_same_round_stops_everything_and_prints_b
 
 
 def test_of_two_successors_at_most_one_begins() -> None:
-    world = world_of(nodes=4, rounds=40, paces=(0.1,))
+    world = world_of(nodes=4, rounds=80, paces=(0.1,))
     committed(world, 2)
     lose_coordinator(world)
     ledger = raws_of(world)
@@ -298,3 +317,51 @@ def test_sybils_that_hide_the_newest_commits_do_not_count_for_more_than_their_wo
     assert raws_of(world, "node-1")[: len(held)] == held and heir.state.chain.ended
     assert sum(entry.kind is EntryKind.COMMIT for entry in heir.state.chain.entries) == 6
     assert not heir.state.lineage.orphaned
+
+
+# ---------------------------------------------------------------- the checkers bite
+
+
+def test_a_successor_that_begins_too_early_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coordinator.succession.answered", lambda state: Verdict(True, "who cares"))
+    world = world_of(paces=(0.02, 1.0, 1.0))
+    committed(world, 3)
+    lose_coordinator(world)
+    succeed(world, raws_of(world, "node-1"))
+    move(world, "heir", "node-1", "node-2")
+    with pytest.raises(Violation, match="begins although"):
+        world.run(until=world.now + 30)
+
+
+def test_a_successor_that_chooses_the_weaker_branch_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coordinator.succession.stronger", lambda one, other: False)
+    world = world_of()
+    committed(world, 2)
+    lose_coordinator(world)
+    succeed(world, raws_of(world)[:3])
+    move(world, "heir")
+    with pytest.raises(Violation, match="a node showed"):
+        world.run(until=world.now + 30)
+
+
+def test_a_journal_that_lost_entries_is_found_out() -> None:
+    world = world_of()
+    committed(world, 2)
+    world.coordinator.kill()
+    last = max(k for k, r in enumerate(world.coordinator.journal) if isinstance(r, ce.EntryAppended))
+    del world.coordinator.journal[last]
+    with pytest.raises(Violation, match="other entries than it flushed"):
+        world.coordinator.start()
+
+
+def test_two_starts_in_one_term_are_found_out() -> None:
+    world = world_of(rounds=30)
+    committed(world, 2)
+    world.coordinator.kill()
+    clone = copy_of(world, world.coordinator, "clone")
+    world.failing, world.checkers.histories.cloned = True, False
+    world.coordinator.start()
+    clone.start()
+    move(world, "clone", FIRST)
+    with pytest.raises(Violation, match="started twice"):
+        world.run(until=world.now + 10)

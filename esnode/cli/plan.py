@@ -97,23 +97,41 @@ def lock(file: Path, out: Path, data: Path | None, code: Path | None) -> None:
 @click.option("--alpha", type=float, metavar="X", help="Step size.")
 @click.option("--sigma", type=float, metavar="X", help="Noise scale; rounded to bf16.")
 @click.option("--members", type=int, metavar="N", help="Population size.")
-def amend(folder: Path, first: int, alpha: float | None, sigma: float | None, members: int | None) -> None:
+@click.option(
+    "--trust",
+    multiple=True,
+    metavar="HEX",
+    help="A signing key; all that are named replace the list, the coordinator's own must be there.",
+)
+def amend(
+    folder: Path,
+    first: int,
+    alpha: float | None,
+    sigma: float | None,
+    members: int | None,
+    trust: tuple[str, ...],
+) -> None:
     """Change settings of the run in DIR, whose coordinator runs on this machine, from round R on.
 
     The change is signed into the ledger, so that every node and every replay follows it. The open round and
     those before it keep what they had.
 
+    --trust names who may sign the ledger: the coordinator itself and those who may take its place. It must be
+    in force before the coordinator is lost. Each prints its own key with `esnode coordinator key`.
+
     \b
-    Example:
+    Examples:
       esnode plan amend runs/mine --alpha 0.0005 --from-round 40
+      esnode plan amend runs/mine --trust $MINE --trust $COLLEAGUES --from-round 40
     """
     from esnode import admin
 
     wanted = {"alpha": alpha, "sigma": sigma, "members": members}
-    if all(value is None for value in wanted.values()):
+    if not trust and all(value is None for value in wanted.values()):
         raise click.UsageError(
-            "name what changes: --alpha, --sigma or --members", click.get_current_context()
+            "name what changes: --alpha, --sigma, --members or --trust", click.get_current_context()
         )
-    answer = admin.order(folder, "amend", from_round=first, **wanted)
-    told = ", ".join(f"{name} {answer[name]:g}" for name in wanted if answer[name] is not None)
-    click.echo(f"{told} from round {answer['from_round']} on")
+    answer = admin.order(folder, "amend", from_round=first, trusted=list(trust), **wanted)
+    told = [f"{name} {answer[name]:g}" for name in wanted if answer[name] is not None]
+    told += [f"trusted keys {', '.join(key[:16] for key in answer['trusted'])}"] if answer["trusted"] else []
+    click.echo(f"{', '.join(told)} from round {answer['from_round']} on")

@@ -1,0 +1,94 @@
+"""The journal of each coordinator as an observer sees it: one path of entries that only grows.
+
+Only a successor that still waits may cut its own, and only to take over a stronger one. Every entry of a
+branch, living or dead, therefore follows the last one that its own coordinator flushed. Methods return what
+is wrong, "" for nothing. Called by `checkers.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from coordinator.events import EntryAppended, Record, Recovery
+from coordinator.state import State
+from protocol.entries import CommitBody, Entry, RosterBody, parse, public_key
+from tests.tree import Tree
+
+LAST = 8  # commits whose evaluators a successor counts
+
+
+class Histories:
+    """`paths`: hashes of the entries in each coordinator's journal, in order."""
+
+    def __init__(self, tree: Tree) -> None:
+        self.tree = tree
+        self.paths: dict[str, list[bytes]] = {}
+        self.cut: dict[str, tuple[int, int]] = {}  # term and height that a coordinator gave up in this turn
+        self.starters: dict[tuple[int, bytes], bytes] = {}  # term and signing key -> start
+        self.cloned = False  # whether two coordinators sign as one
+
+    def starts(self, name: str, journal: Sequence[Record]) -> str:
+        path: list[bytes] = []
+        for record in journal:
+            if isinstance(record, EntryAppended):
+                path.append(parse(record.raw).hash)
+            elif isinstance(record, Recovery) and not record.open:
+                del path[record.height :]
+        known = self.paths.setdefault(name, path)
+        return "" if path == known else f"the journal of {name} holds other entries than it flushed"
+
+    def forget(self, name: str) -> None:
+        self.paths.pop(name, None)
+
+    def append(self, name: str, height: int, entry: Entry) -> str:
+        path = self.paths.setdefault(name, [])
+        if height != len(path) or (path and entry.parent != path[-1]):
+            return f"{name} flushes entry {height}, which does not follow the last of its {len(path)}"
+        path.append(entry.hash)
+        return ""
+
+    def recovers(self, name: str, before: State, after: State, record: Recovery) -> str:
+        """A successor waits, drops its last entries for a stronger branch, or begins."""
+        path = self.paths[name]
+        if record.open:
+            return self._begins(name, after)
+        if record.height == len(path):
+            return ""  # it starts to wait
+        if not before.lineage.waiting:
+            return f"{name} drops entries, and is no successor that waits"
+        self.cut[name] = self._rank(path)
+        del path[record.height :]
+        return ""
+
+    def turned(self, name: str, before: State, after: State) -> str:
+        """The end of a turn that was flushed whole."""
+        given_up, path = self.cut.pop(name, None), self.paths.get(name, [])
+        if given_up is not None and self._rank(path) <= given_up:
+            return f"{name} left a chain of term and height {given_up} for one of {self._rank(path)}"
+        for digest in path[before.chain.height :]:
+            entry = self.tree.known[digest].entry
+            if entry.nonce != after.nonce or self.cloned:
+                continue
+            if self.starters.setdefault((entry.term, public_key(after.key)), entry.nonce) != entry.nonce:
+                return f"term {entry.term} of one key was started twice"
+        return ""
+
+    def _rank(self, path: Sequence[bytes]) -> tuple[int, int]:
+        return (self.tree.known[path[-1]].entry.term, len(path)) if path else (0, 0)
+
+    def _begins(self, name: str, after: State) -> str:
+        """Those who did more than half of the recent work have answered, nobody showed a stronger chain."""
+        path = self.paths[name]
+        entries = [self.tree.known[digest].entry for digest in path]
+        for branch in after.lineage.branches.values():
+            if (branch.term, branch.height) > self._rank(path):
+                return f"{name} begins at {self._rank(path)}, a node showed {(branch.term, branch.height)}"
+        keys = {
+            row.number: row.key for e in entries if isinstance(e.body, RosterBody) for row in e.body.admitted
+        }
+        bodies = [entry.body for entry in entries if isinstance(entry.body, CommitBody)][-LAST:]
+        rows = [keys[member.evaluator] for body in bodies for member in body.members]
+        heard = sum(key in after.nodes or key in after.lineage.branches for key in rows)
+        if rows and 2 * heard <= len(rows) and not after.lineage.force:
+            return f"{name} begins although {heard} of {len(rows)} recent members are heard"
+        return ""
