@@ -41,7 +41,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--relay-mbit", type=float, default=0.0, metavar="MBIT", help="limit of all it carries; 0: none"
     )
     parser.add_argument(
-        "--recover-from", type=Path, metavar="LEDGER", help="be the successor of a coordinator that is lost"
+        "--recover-from",
+        type=Path,
+        metavar="LEDGER",
+        help="be the successor of a coordinator that is lost, from this ledger file",
     )
     parser.add_argument("--force", action="store_true", help="a successor does not count who has answered")
     parser.add_argument("--metrics", metavar="[HOST:]PORT", help="serve numbers for Prometheus there")

@@ -66,7 +66,7 @@ def key() -> None:
     "--recover-from",
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
     metavar="LEDGER",
-    help="Be the successor of a coordinator that is lost, from a ledger that survived.",
+    help="Be the successor of a lost coordinator, from a ledger file that survived (no address).",
 )
 @click.option("--force", is_flag=True, help="A successor does not wait for those who did the recent work.")
 @click.option("--metrics", metavar="[HOST:]PORT", help="Numbers for Prometheus there; loopback if no HOST.")
