@@ -9,7 +9,6 @@ thread.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,13 +17,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from esnode import snapshot
+from esnode.room import Room
 from esnode.snapshot import Header, Reader, SnapshotError
 from protocol.entries import Entry, EntryKind
 from protocol.lock import Lock
 
 KEPT = 2  # a donor of the last one may still be busy when the next is written
 FOLDER = "checkpoint"
-SPARE_BYTES = 256 * 1024 * 1024  # left on the disk for ledger and logs
 
 log = logging.getLogger(__name__)
 
@@ -57,12 +56,12 @@ class Saved:
 class Checkpoints:
     """The checkpoint folder of one node."""
 
-    def __init__(self, folder: Path, lock: Lock, masters: Masters, spare: int = SPARE_BYTES) -> None:
-        """`folder`: the node's own. `spare`: bytes of the disk that stay free."""
+    def __init__(self, folder: Path, lock: Lock, masters: Masters, room: Room) -> None:
+        """`folder`: the node's own."""
         self.folder = folder / FOLDER
         self._lock = lock
         self._masters = masters
-        self._spare = spare
+        self._room = room
         self._writer: threading.Thread | None = None
 
     # ------------------------------------------------------------ writing
@@ -105,13 +104,10 @@ class Checkpoints:
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         for draft in self.folder.glob("*.new"):
             draft.unlink()  # of a process that was killed
-        needed = header.total + self._spare
-        if _free(self.folder) < needed:
-            self._prune(1)
-        free = _free(self.folder)
-        if free >= needed:
+        if not self._room.short(self.folder, header.total):
             return ""
-        return f"{free / 1e6:.0f} MB are free in {self.folder}, {needed / 1e6:.0f} MB are needed"
+        self._prune(1)
+        return self._room.short(self.folder, header.total)
 
     def _prune(self, keep: int) -> None:
         for old in snapshot.files(self.folder)[keep:]:
@@ -175,8 +171,3 @@ def _pieces(reader: Reader) -> Iterator[tuple[int, int, memoryview]]:
         for array, low, high in snapshot.spans(reader.header, first, len(data)):
             yield array, low, view[place : place + high - low]
             place += high - low
-
-
-def _free(folder: Path) -> int:
-    stats = os.statvfs(folder)
-    return stats.f_bavail * stats.f_frsize

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from esnode import duty, enrol, fetch, joined, notebook, policy
+from esnode import duty, enrol, fetch, joined, notebook, policy, room
 from esnode.folder import RunFolder, require_space, write_file
 from esnode.policy import GB
 from esnode.tell import Tell, silent
@@ -74,7 +74,7 @@ def prepare(request: Request, say: Say, tell: Tell = silent) -> Ready:
         lock = fetch.lock(contact, note.run, folder / "lock.json")
         for line in describe(lock):
             say(line)
-        allowed.admit(lock, used=_used(folder))
+        allowed.admit(lock, used=room.taken(folder.parent, but=folder))
         require_space(RunFolder(folder))
         code = _code(lock, folder, request.task_code)
         fetch.keep_lock(lock, folder / "lock.json")
@@ -96,12 +96,6 @@ def describe(lock: Lock) -> list[str]:
 
 def _size(size: int) -> str:
     return f"{size / GB:.2f} GB" if size >= GB / 10 else f"{size / 1e6:.1f} MB"
-
-
-def _used(folder: Path) -> int:
-    """Bytes that the other joined runs take."""
-    others = (path for path in joined.known(folder.parent) if path != folder)
-    return sum(file.stat().st_size for other in others for file in other.rglob("*") if file.is_file())
 
 
 # ---------------------------------------------------------------- code and model

@@ -18,12 +18,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from esnode import joined, nodeoptions
-from esnode.checkpoint import SPARE_BYTES
+from esnode import joined, nodeoptions, room
 from esnode.duty import read_policy
 from esnode.events import Event
 from esnode.nodeoptions import Options
 from esnode.policy import MBIT
+from esnode.room import Room
 from esnode.snapshotevents import (
     Fetched,
     FetchFailed,
@@ -92,14 +92,17 @@ class Child:
 class Peers:
     """Both processes of one node."""
 
-    def __init__(self, folder: Path, log: logging.Logger, server_key: bytes, rate: float) -> None:
+    def __init__(
+        self, folder: Path, log: logging.Logger, server_key: bytes, rate: float, limits: Room
+    ) -> None:
         """`folder`: the node's own; `server_key`: the coordinator's, also the relay's; `rate`: bytes per
-        second that donating may take, 0 for no limit.
+        second that donating may take, 0 for no limit; `limits`: the disk's.
         """
         self._folder = folder
         self._log = log
         self._server_key = server_key
         self._rate = rate
+        self._room = limits
         self._bind = ""
         self._donor: Child | None = None
         self._again = 0.0
@@ -186,7 +189,8 @@ class Peers:
                 "size": order.size,
                 "donors": donors,
                 "relay": relay,
-                "spare": SPARE_BYTES,
+                "spare": self._room.spare,
+                "home": str(self._room.home or ""),
             }
         )
 
@@ -252,7 +256,8 @@ def open_peers(
     if options.plain:
         return None, ()
     mbit = options.peer_mbit or read_policy().bandwidth_mbit
-    peers = Peers(options.folder, log, nodeoptions.pinned_key(options.run), mbit * MBIT)
+    limits = room.of_run(options.run)
+    peers = Peers(options.folder, log, nodeoptions.pinned_key(options.run), mbit * MBIT, limits)
     if options.peer_port is None and joined.read(options.run) is None:
         return peers, ()
     addresses = peers.serve(coordinator, options.peer_port or 0)

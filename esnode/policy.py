@@ -79,15 +79,13 @@ class Policy:
                 f"this machine's policy does not allow the model {lock.model!r} "
                 f"(models = {list(self.models)}); change it in the policy file (`esnode policy`) or stay out"
             )
-        for name, limit, wanted, what in (
-            ("memory_gb", self.memory_gb, wants.memory, "memory"),
-            ("disk_gb", self.disk_gb, wants.disk + used, "disk, with the runs that are here already,"),
-        ):
-            if limit and wanted > limit * GB:
-                raise Unwelcome(
-                    f"the run needs at least {wanted / GB:.2f} GB of {what} and this machine's policy allows "
-                    f"{limit:g} ({name}); raise it in the policy file (`esnode policy`) or stay out"
-                )
+        self.admit_memory(wants.memory)
+        what = "disk, with the runs that are here already,"
+        _bound("disk_gb", self.disk_gb, wants.disk + used, what)
+
+    def admit_memory(self, wanted: int) -> None:
+        """Unwelcome when so many bytes are more than a run may ask for."""
+        _bound("memory_gb", self.memory_gb, wanted, "memory")
 
     def working(self, day: int, minute: int) -> bool:
         """Whether it is time to work. `day`: 0 is Monday; `minute` after local midnight."""
@@ -101,6 +99,14 @@ class Policy:
     def pace(self) -> Pace:
         """A pace for one bulk transfer under this policy."""
         return Pace(self.bandwidth_mbit * MBIT)
+
+
+def _bound(name: str, limit: float, wanted: int, what: str) -> None:
+    if limit and wanted > limit * GB:
+        raise Unwelcome(
+            f"the run needs at least {wanted / GB:.2f} GB of {what} and this machine's policy allows "
+            f"{limit:g} ({name}); raise it in the policy file (`esnode policy`) or stay out"
+        )
 
 
 class Pace:

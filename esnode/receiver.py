@@ -26,6 +26,7 @@ import zmq
 from esnode import snapshot, transfer
 from esnode.checkpoint import FOLDER, KEPT
 from esnode.lines import Direct, ViaRelay, say
+from esnode.room import Room
 from esnode.snapshot import Manifest, SnapshotError
 from protocol import wire
 from protocol.keys import read_curve
@@ -52,10 +53,12 @@ class Receiver:
     """One transfer. `run` returns whether the snapshot is whole in the folder."""
 
     def __init__(self, folder: Path, order: dict[str, Any]) -> None:
-        """`order`: round, root, size, donors (key, name, addresses), relay (address, key) or null, spare."""
+        """`order`: round, root, size, donors (key, name, addresses), relay (address, key) or null, and of the
+        room spare and home ("": the policy bounds nothing).
+        """
         self._folder = folder / FOLDER
         self._round, self._root = int(order["round"]), bytes.fromhex(order["root"])
-        self._spare = int(order["spare"])
+        self._room = Room(int(order["spare"]), Path(order["home"]) if order["home"] else None)
         self._draft = self._folder / f"incoming-{order['root'][:16]}.part"
         self._secret = read_curve(folder / "curve.key")
         self._context: zmq.Context[Any] = zmq.Context()
@@ -207,9 +210,9 @@ class Receiver:
         size = manifest.data_start + manifest.header.total
         self._file = os.open(self._draft, os.O_RDWR | os.O_CREAT, 0o600)
         there = os.fstat(self._file).st_blocks * 512
-        stats = os.statvfs(self._folder)
-        if stats.f_bavail * stats.f_frsize + there < size + self._spare:
-            raise OSError(28, f"{size / 1e6:.0f} MB and a reserve do not fit on the disk", str(self._folder))
+        why = self._room.short(self._folder, size, there)
+        if why:
+            raise OSError(28, why, str(self._folder))
         fresh = os.fstat(self._file).st_size != size
         os.ftruncate(self._file, size)
         snapshot.write_at(self._file, memoryview(manifest.head), 0)

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from esnode import __version__, ancestry, locking, models
+from esnode import __version__, ancestry, duty, joined, locking, models, room
 from esnode.checkpoint import Checkpoints, Saved
 from esnode.engines import transformers_engine
 from esnode.engines.interface import MemoryPlan
@@ -139,6 +139,8 @@ def load(options: Options, lock: Lock) -> Workshop:
 
     def tell(memory: MemoryPlan) -> None:
         log.info("memory: %.2f GB needed, %.2f GB free", memory.total / 1e9, memory.available / 1e9)
+        if joined.read(options.run):
+            duty.read_policy().admit_memory(memory.total)
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     kernels = pick(device, options.backend, options.threads)  # the self-test comes before the big allocation
@@ -158,7 +160,7 @@ def load(options: Options, lock: Lock) -> Workshop:
     versions = f"esnode {__version__}, torch {torch.__version__}, numpy {np.__version__}"
     about = About(options.name, engine.backend, device, selftest, engine.fingerprint, versions)
     worker = Worker(lock, engine, prepared, scorer)
-    checkpoints = Checkpoints(options.folder, lock, engine)
+    checkpoints = Checkpoints(options.folder, lock, engine, room.of_run(options.run))
     rederiver = Rederiver(lock, model.path, engine, ancestors)
     return Workshop(engine, worker, scorer, about, checkpoints, rederiver, ancestors)
 

@@ -129,7 +129,7 @@ class Exchange:
         self.relay = {"address": address, "key": keys.curve_public(self.server).hex()}
         return child
 
-    def receive(self, donors: str, who: str = "j", spare: int = 0) -> Child:
+    def receive(self, donors: str, who: str = "j", spare: int = 0, home: str = "") -> Child:
         """Start the receiver of a node."""
         child = self.start("receiver", "esnode.receiver", "--folder", str(self.node(who)))
         rows = [
@@ -143,6 +143,7 @@ class Exchange:
                 "donors": rows,
                 "relay": self.relay,
                 "spare": spare,
+                "home": home,
             }
         )
         return child

@@ -10,12 +10,15 @@ import socket
 import time
 from pathlib import Path
 
+import pytest
 import zmq
 
 from coordinator import relay
 from coordinator.relayrules import SMALL_AT_ONCE, Accounts
-from esnode import snapshot
+from esnode import duty, joined, snapshot
+from esnode.folder import write_file
 from esnode.peers import AGAIN_SECONDS, Peers
+from esnode.room import Room
 from protocol import envelope, keys, wire, zmtp
 from protocol.entries import RosterBody, parse, seal
 from protocol.keys import curve_public
@@ -98,14 +101,29 @@ def test_no_room_and_a_donor_without_the_file(tmp_path: Path) -> None:
         exchange.keep("a")
         exchange.donor("a")
         child = exchange.receive("a", spare=1 << 60)
-        assert "do not fit on the disk" in exchange.wait(child)
+        assert "MB are needed" in exchange.wait(child)
+
+
+def test_a_transfer_keeps_to_the_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an earlier attempt has left of this snapshot is counted once."""
+    monkeypatch.setenv("ESNODE_CONFIG", str(tmp_path / "config"))
+    write_file(duty.policy_file(), b"disk_gb = 0.004")
+    run = tmp_path / "data" / "run"
+    with Exchange(run) as exchange:  # 3 MB
+        joined.write(run, joined.Joined(exchange.lock.run_id, ("tcp://127.0.0.1:1",), {}))
+        exchange.keep("a")
+        exchange.donor("a")
+        told = exchange.wait(exchange.receive("a", home=str(run.parent)))
+        assert "3 MB more are needed, and this machine's policy allows 0.004 GB (disk_gb)" in told
+        write_file(duty.policy_file(), b"disk_gb = 0.007")
+        assert exchange.wait(exchange.receive("a", home=str(run.parent))) == ""
 
 
 def test_the_daemon_opens_the_socket_for_both_families_and_starts_a_killed_donor_again(
     tmp_path: Path,
 ) -> None:
     exchange = Exchange(tmp_path)
-    peers = Peers(exchange.node("a"), logging.getLogger("a"), curve_public(exchange.server), 0.0)
+    peers = Peers(exchange.node("a"), logging.getLogger("a"), curve_public(exchange.server), 0.0, Room())
     try:
         (near,) = peers.serve("tcp://127.0.0.1:5555", 0)
         assert near.startswith("tcp://127.0.0.1:") and answers(near)

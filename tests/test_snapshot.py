@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from esnode import checkpoint, slicemap, snapshot
+from esnode import duty, joined, room, slicemap, snapshot
 from esnode.checkpoint import Checkpoints, Saved
+from esnode.folder import write_file
 from esnode.kernels.cpu import CpuKernels
 from esnode.replica import Replica
+from esnode.room import Room
 from esnode.snapshot import Array, Header, Reader, SnapshotError
 from esnode.state import DTYPES
 from protocol.chain import Chain
@@ -225,7 +227,7 @@ def prepared(
 ) -> tuple[Checkpoints, Replica, dict[int, Saved]]:
     folder, run, chain = place
     made = replica(folder, run)
-    target = Checkpoints(tmp_path, run, made, spare=0)
+    target = Checkpoints(tmp_path, run, made, Room(0))
     saved = {}
     for round in range(1, max(rounds) + 1):
         made.apply(chain.commits[round - 1 : round])
@@ -246,7 +248,7 @@ def test_two_nodes_write_one_file_and_a_third_loads_it(tmp_path: Path, master: s
     assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
     assert saved[2].root and not saved[2].reason
     fresh = replica(folder, run)
-    found = Checkpoints(tmp_path / "one", run, fresh).load(chain.entries)
+    found = Checkpoints(tmp_path / "one", run, fresh, Room()).load(chain.entries)
     assert found == (height_of(chain, 2), one.digest())
     for spec in run.manifest:
         assert fresh.read(spec.name).tobytes() == one.read(spec.name).tobytes()
@@ -280,7 +282,7 @@ def test_only_a_state_of_this_ledger_is_loaded(tmp_path: Path, place: tuple[Path
     branch = tiny.chain(run, folder, 6, luck=1)[0]
     assert target.load(branch.entries) is None, "same run, other rewards"
     other = tiny.lock(folder, members=6)
-    assert Checkpoints(tmp_path, other, made).load(tiny.chain(other, folder, 4)[0].entries) is None
+    assert Checkpoints(tmp_path, other, made, Room()).load(tiny.chain(other, folder, 4)[0].entries) is None
 
 
 def test_without_room_nothing_is_written(
@@ -288,15 +290,38 @@ def test_without_room_nothing_is_written(
 ) -> None:
     target, made, _ = prepared(tmp_path, place, [2, 4])
     size = snapshot.files(tmp_path / "checkpoint")[0].stat().st_size
-    monkeypatch.setattr(checkpoint, "_free", lambda folder: size * (4 - len(snapshot.files(folder))) // 2 - 1)
+    monkeypatch.setattr(room, "_free", lambda folder: size * (4 - len(snapshot.files(folder))) // 2 - 1)
     made.apply(place[2].commits[4:5])
     saved = save(target, made, place[2], 5)
     assert not saved.reason, "the older one went for it"
-    monkeypatch.setattr(checkpoint, "_free", lambda folder: 5)
+    monkeypatch.setattr(room, "_free", lambda folder: 5)
     made.apply(place[2].commits[5:6])
     saved = save(target, made, place[2], 6)
     assert "are needed" in saved.reason and not saved.root
     assert snapshot.files(tmp_path / "checkpoint")[0].name == snapshot.file_name(5)
+
+
+def test_a_snapshot_keeps_to_the_policy(
+    tmp_path: Path, place: tuple[Path, Lock, Chain], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A change of the policy holds from the next snapshot on; older files make room for a newer one."""
+    folder, run, chain = place
+    monkeypatch.setenv("ESNODE_CONFIG", str(tmp_path / "config"))
+    home, joined_run = tmp_path / "data", tmp_path / "data" / "run"
+    joined.write(joined_run, joined.Joined(run.run_id, ("tcp://127.0.0.1:1",), {}))
+    assert room.of_run(joined_run).home == home and room.of_run(tmp_path).home is None
+    made = replica(folder, run)
+    target = Checkpoints(joined_run / "nodes" / "a", run, made, Room(0, home))
+    one = snapshot.header_for(run, 1, bytes(32), 0).total
+    reasons = []
+    for round, files in ((1, 0.5), (2, 1.5), (3, 2.5), (4, 2.5), (5, 0.0)):
+        made.apply(chain.commits[round - 1 : round])
+        write_file(duty.policy_file(), f"disk_gb = {files * one / 1e9:.9f}".encode())
+        reasons.append(save(target, made, chain, round).reason)
+    assert "policy allows" in reasons[0] and "(disk_gb)" in reasons[0]
+    assert reasons[1:] == [""] * 4
+    kept = [path.name for path in snapshot.files(target.folder)]
+    assert kept == [snapshot.file_name(5), snapshot.file_name(4)], "3 made room for 4"
 
 
 def test_an_apply_waits_for_the_writer(tmp_path: Path, place: tuple[Path, Lock, Chain]) -> None:
@@ -305,7 +330,7 @@ def test_an_apply_waits_for_the_writer(tmp_path: Path, place: tuple[Path, Lock, 
     made = replica(folder, run)
     made.apply(chain.commits[:2])
     digest = made.digest()
-    target = Checkpoints(tmp_path, run, made, spare=0)
+    target = Checkpoints(tmp_path, run, made, Room(0))
     saved: list[Saved] = []
     target.begin(2, chain.commits[1].hash, digest, saved.append)
     target.settle()

@@ -24,6 +24,7 @@ from esnode.engines.interface import Cancelled
 from esnode.events import About
 from esnode.nodeoptions import Options
 from esnode.replay import DamagedMaster
+from esnode.room import Room
 from protocol import ledger, noise, seeds
 from protocol.ledger import Entry, EntryKind
 from protocol.lock import Lock
@@ -67,7 +68,7 @@ class ToyWorkshop:
         are kept).
         """
         self._lock = lock
-        self._checkpoints = None if folder is None else Checkpoints(folder, lock, self, spare=0)
+        self._checkpoints = None if folder is None else Checkpoints(folder, lock, self, Room(spare=0))
         self._key = seeds.tensor_key(TENSOR)
         self._written = self._write(base_weights())  # D of what was written last
         self._seconds = float(lock.task_options.get("seconds", 0.0)) if seconds is None else seconds
