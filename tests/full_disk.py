@@ -101,7 +101,7 @@ def act(victim: str, folder: Path, seed: int) -> None:
         _goes_on(processes, victim)
         plan = run / "plan.toml"
         plan.write_text(plan.read_text().replace(str(ROUNDS), str(processes.status()["round"] + 2)))
-        processes.wait_end(30)
+        processes.wait_end()
     path = run / "run.ledger"
     lock = ledger.read(path).chain.lock
     found = chaos.differences(path, toy_engine.ToyWorkshop(lock, "truth", 0.0))
@@ -111,8 +111,8 @@ def act(victim: str, folder: Path, seed: int) -> None:
 
 def _goes_on(processes: Processes, victim: str) -> None:
     """Rounds close, and the victim has its part in it."""
-    reached = wait_for(processes.status, 20)["round"]
-    wait_for(lambda: processes.status().get("round", 0) > reached + 2, 20)
+    reached = wait_for(processes.status)["round"]
+    wait_for(lambda: processes.status().get("round", 0) > reached + 2)
     if victim != "coordinator":
         wait_for(
             lambda: any(n["name"] == victim and n["state"] == "ready" for n in processes.status()["nodes"])

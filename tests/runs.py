@@ -20,6 +20,7 @@ from tests import toy_engine
 
 ROOT = Path(__file__).resolve().parent.parent
 SIGNING_SEED = bytes(range(32))
+PATIENCE = 120.0  # seconds for anything on a machine that is busy with something else
 PLAN = """
 [run]
 model = "toy"
@@ -76,8 +77,11 @@ def make_folder(folder: Path, names: tuple[str, ...] = ("n1", "n2"), rounds: int
     return lock
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 15.0, what: str = "") -> Any:
-    """Poll until `condition` is true and return its value; AssertionError after `seconds`."""
+def wait_for(condition: Callable[[], Any], seconds: float = PATIENCE, what: str = "") -> Any:
+    """Poll until `condition` is true and return its value; AssertionError after `seconds`.
+
+    How long something may take is for the test to measure: this limit only ends a test that hangs.
+    """
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         value = condition()
@@ -136,7 +140,7 @@ class Processes:
         """What a process wrote to stderr."""
         return (self.folder / f"{name}.stderr").read_text()
 
-    def wait_end(self, seconds: float = 15.0) -> None:
+    def wait_end(self, seconds: float = PATIENCE) -> None:
         """Wait until the coordinator has ended by itself with code 0."""
         assert self.running["coordinator"].wait(seconds) == 0, self.words("coordinator")
 

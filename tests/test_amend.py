@@ -140,7 +140,7 @@ def test_amend_over_the_administration_socket_of_a_real_run(tmp_path: Path) -> N
             "ok": True, "from_round": 4, "alpha": 0.125, "sigma": bf16(0.126), "members": None, "trusted": []
         }  # fmt: skip
         assert "error" in admin.ask(tmp_path, "amend", from_round=0, alpha=0.1)
-        processes.wait_end(60)
+        processes.wait_end()
     chain = ledger.read(tmp_path / "run.ledger").chain
     assert [chain.alpha_at(k) for k in (3, 4)] == [lock.alpha_at(3), 0.125]
     assert len(chain.commits) == 6

@@ -101,7 +101,7 @@ def test_the_run_never_notices(tmp_path: Path) -> None:
         attacks = attack(attacker, admin.order(run, "invite")["invite"])
         for name in ("n1", "n2"):
             processes.node(name)
-        wait_for(lambda: processes.status().get("members", {}).get("done"), 20)
+        wait_for(lambda: processes.status().get("members", {}).get("done"))
         done = [next(attacks)]
         for name in attacks:
             done.append(name)
@@ -112,7 +112,7 @@ def test_the_run_never_notices(tmp_path: Path) -> None:
             time.sleep(0.05)
         assert len(done) == 10
         attacker.close()
-        processes.wait_end(60)
+        processes.wait_end()
         assert processes.final_digest() == quiet
         for name in ("n1", "n2"):
             assert processes.running[name].wait(10) == 0, processes.words(name)
@@ -147,7 +147,7 @@ def test_a_frame_beyond_every_limit_ends_its_connection(tmp_path: Path) -> None:
         processes.coordinator()
         attacker = Attacker(tmp_path, wait_for(processes.status)["address"])
         attacker.of("n1").send(bytes(50_000_000))
-        wait_for(lambda: processes.status()["wire"]["connections"].get("ended"), 10)
+        wait_for(lambda: processes.status()["wire"]["connections"].get("ended"))
         assert memory_of(processes.running["coordinator"].pid) < 150e6
         attacker.close()
 

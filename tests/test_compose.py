@@ -55,7 +55,7 @@ class Engine:
         assert condition == "service_healthy"
         health = dict(test_deploy.stages()["coordinator"])["HEALTHCHECK"].partition(" CMD ")[2]
         command = [*self._program, *json.loads(health)[1:]]
-        wait_for(lambda: _quiet(command, self._home(name)).returncode == 0, 60)
+        wait_for(lambda: _quiet(command, self._home(name)).returncode == 0)
 
     def _home(self, name: str) -> Path:
         """The folder behind /var/lib/esnode, the image's working directory."""
@@ -167,4 +167,4 @@ def test_the_coordinator_image_has_no_torch_and_serves(tmp_path: Path) -> None:
             [str(prefix / "bin" / "esnode"), *words], stdout=log, stderr=log, cwd=tmp_path, env=environment
         )
         processes.node("n1")
-        processes.wait_end(60)
+        processes.wait_end()

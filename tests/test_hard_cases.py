@@ -29,9 +29,9 @@ def test_a_stopped_peer_with_full_queues(tmp_path: Path) -> None:
         coordinator = processes.coordinator()
         processes.node("n1")
         path = tmp_path / "run.ledger"
-        wait_for(lambda: path.exists() and path.stat().st_size > 100_000, 60)
+        wait_for(lambda: path.exists() and path.stat().st_size > 100_000)
         stuck = processes.start("n2", "tests.stuck_peer", str(tmp_path), "n2", str(ASKS))
-        dropped = wait_for(lambda: processes.status()["wire"]["dropped"].get("Entries"), 30)
+        dropped = wait_for(lambda: processes.status()["wire"]["dropped"].get("Entries"))
         assert dropped > 0
         for _ in range(5):
             began = time.monotonic()
@@ -42,9 +42,7 @@ def test_a_stopped_peer_with_full_queues(tmp_path: Path) -> None:
         stuck.send_signal(signal.SIGCONT)
         stuck.kill()
         processes.node("n2")
-        wait_for(
-            lambda: "n2" in {n["name"] for n in processes.status()["nodes"] if n["state"] == "ready"}, 30
-        )
+        wait_for(lambda: "n2" in {n["name"] for n in processes.status()["nodes"] if n["state"] == "ready"})
         print(f"{dropped} dropped at first sight, memory {most_memory(coordinator.pid) >> 20} MB")
 
 
@@ -83,7 +81,7 @@ def test_units_of_a_killed_node_run_elsewhere(tmp_path: Path) -> None:
         lost = wait_for(lambda: units_of(processes, "n1"))
         processes.kill("n1")
         killed = time.monotonic()
-        wait_for(lambda: set(lost) <= set(units_of(processes, "n2")), 20)
+        wait_for(lambda: set(lost) <= set(units_of(processes, "n2")))
         print(f"run elsewhere after {time.monotonic() - killed:.1f} s")
         assert time.monotonic() - killed <= 15
 

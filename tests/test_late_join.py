@@ -121,7 +121,7 @@ def test_a_fourth_node_joins_by_snapshot(tmp_path: Path, monkeypatch: pytest.Mon
         assert "snapshot loaded" in shown[LATE]["catching_up"]
         at = processes.status()["round"]
         stop_at(processes, at + 6 - at % 3)
-        processes.wait_end(100)
+        processes.wait_end()
         assert processes.running[LATE].wait(20) == 0, processes.words(LATE)
     spoiler.quit.set()
     chain = ledger.read(folder.ledger).chain

@@ -141,7 +141,7 @@ def test_kill_9_anybody_any_time(tmp_path: Path, unbroken: int, seed: int) -> No
                 break
             processes.kill(victim)
             start[victim]()
-        processes.wait_end(20)
+        processes.wait_end()
         assert processes.final_digest() == unbroken
     assert replayed(tmp_path / "run.ledger")[-1] == unbroken
 
@@ -177,7 +177,7 @@ def test_coordinator_comes_back_quickly(tmp_path: Path) -> None:
         before = ledger.read(tmp_path / "run.ledger").chain.round
         processes.coordinator()
         began = time.monotonic()
-        wait_for(lambda: round_of(processes) > before, 10)
+        wait_for(lambda: round_of(processes) > before)
         assert time.monotonic() - began < 5
 
 
@@ -213,7 +213,7 @@ def test_sigterm_node_hands_back_and_exits_0(tmp_path: Path) -> None:
         assert node.wait(5) == 0
         assert time.monotonic() - began < 2
         assert wait_for(lambda: processes.status()["nodes"][0]["state"] == "left")
-        processes.wait_end(20)
+        processes.wait_end()
 
 
 def test_sigterm_coordinator_then_resume(tmp_path: Path, unbroken: int) -> None:

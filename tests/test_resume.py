@@ -25,7 +25,7 @@ def test_killed_and_started_again(tmp_path: Path, damaged: bool) -> None:
     with Processes(tmp_path) as processes:
         processes.coordinator()
         processes.node("n1")
-        wait_for(lambda: len(snapshots(tmp_path)) == 2, 30, processes.words("n1"))
+        wait_for(lambda: len(snapshots(tmp_path)) == 2, what=processes.words("n1"))
         processes.kill("n1")
         for path in snapshots(tmp_path) if damaged else ():
             data = bytearray(path.read_bytes())
@@ -33,11 +33,11 @@ def test_killed_and_started_again(tmp_path: Path, damaged: bool) -> None:
             path.write_bytes(data)
         processes.node("n1")
         word = "is damaged" if damaged else "resumed from a snapshot behind entry"
-        wait_for(lambda: word in processes.words("n1"), 30)
+        wait_for(lambda: word in processes.words("n1"))
         at = processes.status()["round"]
         plan = tmp_path / "plan.toml"
         plan.write_text(plan.read_text().replace(f"rounds = {ROUNDS}", f"rounds = {at + 2}"))
-        processes.wait_end(40)
+        processes.wait_end()
     chain = ledger.read(tmp_path / "run.ledger").chain
     assert chain.ended
     roots = {entry.body.snapshot for entry in chain.commits} - {b""}

@@ -83,10 +83,10 @@ def test_silence_and_nobody_there() -> None:
         port = mute.getsockname()[1]
         link = Link([f"tcp://127.0.0.1:{port}"], keys.curve_public(SERVER), N1)
         later = time.monotonic() + 6
-        wait_for(lambda: link.receive() or link.health(later).state == State.SILENT, 3)
+        wait_for(lambda: link.receive() or link.health(later).state == State.SILENT)
         link.close(False)
     link = Link([f"tcp://127.0.0.1:{port}"], keys.curve_public(SERVER), N1)
-    wait_for(lambda: link.receive() or link.health(time.monotonic()).state == State.UNREACHABLE, 3)
+    wait_for(lambda: link.receive() or link.health(time.monotonic()).state == State.UNREACHABLE)
     assert "nothing answers at" in link.health(time.monotonic()).sentence
     link.close(False)
 
@@ -95,7 +95,7 @@ def test_next_address_is_tried(door: Door, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("esnode.link.ROTATE_FAILED_SECONDS", 0.2)
     link = Link(["tcp://127.0.0.1:9", door.address], keys.curve_public(SERVER), N1)
     door.links.append(link)
-    wait_for(lambda: door.pump(0.02) or link.receive() or link.refresh(time.monotonic()), 3)
+    wait_for(lambda: door.pump(0.02) or link.receive() or link.refresh(time.monotonic()))
     assert door.say(link, HELLO)
 
 
@@ -112,7 +112,7 @@ def test_a_key_is_shut_out_when_every_address_refuses_it(door: Door, monkeypatch
                 link.refresh(time.monotonic())
                 return link.shut_out or link.connections > 0
 
-            wait_for(settled, 5)
+            wait_for(settled)
             assert link.shut_out is shut_out
 
 

@@ -58,9 +58,9 @@ def test_two_kernels_one_ledger(folder: RunFolder) -> None:
     with Processes(folder.path) as processes:
         for name in ("cpu", "reference"):
             node(processes, name, "--backend", name)
-        wait_for(lambda: all("ready" in processes.words(n) for n in ("cpu", "reference")), 60)
+        wait_for(lambda: all("ready" in processes.words(n) for n in ("cpu", "reference")))
         processes.coordinator()
-        processes.wait_end(60)
+        processes.wait_end()
         for name in ("cpu", "reference"):
             assert processes.running[name].wait(10) == 0, processes.words(name)
             assert f"{name} on cpu" in processes.words(name)
