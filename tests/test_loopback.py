@@ -348,6 +348,8 @@ def test_a_node_that_knows_the_address_before_the_coordinator_first_starts(tmp_p
         assert node.poll() is None, processes.words("n1")
         processes.coordinator(bind=address)
         processes.wait_end()
+        assert node.wait(20) == 0, processes.words("n1")
+        (tmp_path / "nodes" / "n1" / "node.ledger").unlink()  # it would know that the run has ended
         processes.node("n1", "--wait", "0.5", "--coordinator", address)
         assert "nothing answers" in last_words(processes)
         (tmp_path / "coordinator" / "curve.pub").unlink()
