@@ -29,6 +29,7 @@ from protocol.peers import (
     PeerWay,
     Reach,
     Snapshots,
+    WrongFile,
 )
 
 KEPT = 2  # snapshots a node is believed to hold
@@ -150,6 +151,9 @@ def _on_reach(turn: Turn, key: bytes, message: Reach) -> None:
 
 def _on_kept(turn: Turn, key: bytes, message: Kept) -> None:
     peer = _peer(turn.state, key)
+    signed = _signed_instead(turn.state, message)
+    if signed:
+        return _tell_wrong(turn, key, message, signed)
     if message in peer.kept or message.round > turn.chain.round:
         return
     others = [kept for kept in peer.kept if kept.round != message.round]
@@ -160,6 +164,27 @@ def _on_kept(turn: Turn, key: bytes, message: Kept) -> None:
         words = next(w for w in disagreements(turn.state) if w.startswith(_title(message.round)))
         turn.count("snapshot disagreements", words)
         turn.note("dispute", what="snapshot", round=message.round, reason=words)
+
+
+def _signed_instead(state: State, kept: Kept) -> bytes:
+    """The signed root of this round, when it is another than this one; b"" otherwise."""
+    others = {o.root for p in state.peers.values() for o in p.kept if o.round == kept.round} - {kept.root}
+    if not others or announced(state.chain, kept.round, kept.root):
+        return b""
+    return next((root for root in sorted(others) if announced(state.chain, kept.round, root)), b"")
+
+
+def _tell_wrong(turn: Turn, key: bytes, kept: Kept, signed: bytes) -> None:
+    """A file that nobody can use: its replica has the run's D, or the replica proof would have it."""
+    peer, name = _peer(turn.state, key), turn.nodes[key].name
+    _put(turn, key, replace(peer, kept=tuple(row for row in peer.kept if row != kept)))
+    reason = (
+        f"snapshot of round {kept.round}: the signed root is {signed.hex()[:12]}, this file's is "
+        f"{kept.root.hex()[:12]}, so the file is not what the replica held"
+    )
+    turn.send(key, WrongFile(kept.round, kept.root, reason))
+    turn.count("wrong snapshot files", f"{name}: {reason}")
+    turn.note("snapshot", node=name, round=kept.round, what="wrong file", reason=reason)
 
 
 def _contradicted(state: State, kept: Kept) -> bool:

@@ -26,7 +26,17 @@ from esnode.snapshotevents import (
 from protocol.chain import Chain
 from protocol.entries import CommitBody, EntryKind
 from protocol.messages import Message
-from protocol.peers import CatchUp, Donors, DonorsAsk, Kept, PeerFault, PeerWay, Reach, Snapshots
+from protocol.peers import (
+    CatchUp,
+    Donors,
+    DonorsAsk,
+    Kept,
+    PeerFault,
+    PeerWay,
+    Reach,
+    Snapshots,
+    WrongFile,
+)
 
 if TYPE_CHECKING:
     from esnode.nodestate import State, Turn
@@ -128,6 +138,23 @@ def _hold(turn: Turn, held: Held) -> None:
     turn.set(held_snapshots=tuple(kept))
     if turn.state.joined and held in _valid(turn.state):
         turn.send(Kept(held.round, held.root, held.size))
+
+
+def _on_wrong_file(turn: Turn, message: WrongFile) -> None:
+    """Never speak of this file again; write it once more if the master still is what it should hold.
+
+    Otherwise the next one takes its place. This node itself would not resume from it: its D does not fit.
+    """
+    state = turn.state
+    wrong = [h for h in state.held_snapshots if (h.round, h.root) == (message.round, message.root)]
+    if not wrong:
+        return
+    turn.note("snapshot", round=message.round, reason=message.reason)
+    turn.set(held_snapshots=tuple(held for held in state.held_snapshots if held not in wrong))
+    busy = state.saving or state.applying or state.rewind or state.rewinding is not None
+    if not busy and state.rounds == message.round and wrong[0] in _valid(state):
+        turn.set(saving=True)
+        turn.do(Save(message.round, wrong[0].entry, state.digest))
 
 
 def _on_snapshots(turn: Turn, message: Snapshots) -> None:
@@ -245,7 +272,11 @@ def _on_poisoned(turn: Turn, event: PeerPoisoned) -> None:
     turn.send(PeerFault(event.key, event.root, event.part, event.reason))
 
 
-HANDLERS: dict[type[Message], Callable[[Turn, Any], None]] = {Snapshots: _on_snapshots, Donors: _on_donors}
+HANDLERS: dict[type[Message], Callable[[Turn, Any], None]] = {
+    Snapshots: _on_snapshots,
+    Donors: _on_donors,
+    WrongFile: _on_wrong_file,
+}
 ON_EVENT: dict[type[Event], Callable[[Turn, Any], None]] = {
     Saved: _on_saved,
     Fetching: _on_fetching,

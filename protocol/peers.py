@@ -123,6 +123,14 @@ class Sorry(Message, frozen=True):
     reason: str
 
 
+class WrongFile(Message, frozen=True):
+    """coordinator -> node: the snapshot of this round that you keep has another root than the signed one."""
+
+    round: int
+    root: bytes  # the one that is kept
+    reason: str
+
+
 _KB = 1024
 
 SCHEMA: tuple[Rule, ...] = (
@@ -139,4 +147,5 @@ SCHEMA: tuple[Rule, ...] = (
     Rule(46, PartAsk, "peer", 64, "PartData, Sorry"),
     Rule(47, PartData, "peer", SLICE + 128, ""),
     Rule(48, Sorry, "peer", 3 * _KB, ""),
+    Rule(49, WrongFile, "coordinator", 3 * _KB, ""),
 )

@@ -31,6 +31,7 @@ from protocol.peers import (
     PeerWay,
     Reach,
     Snapshots,
+    WrongFile,
 )
 from protocol.seeds import member_seed
 from tests import bench
@@ -202,6 +203,30 @@ def test_one_is_written_where_it_is_due() -> None:
     assert late.all(Save) == [Save(10, entries[-1].hash, digest_of(10))]
     late.step(Saved(late.now, 10, entries[-1].hash, ROOT, 777, "", 5))
     assert late.sent(Kept) == [Kept(10, ROOT, 777)]
+
+
+def test_a_file_with_another_root_than_the_signed_one_is_written_again_while_that_can_be() -> None:
+    late = Late(long_ledger(9))
+    late.applied(0.1)
+    late.applied(0.1)
+    entries = long_ledger(11)
+
+    def receive(height: int) -> None:
+        late.step(events.Received(late.now, bench.Entries(height, (entries[height].raw,))))
+        late.applied(0.1)
+
+    receive(len(entries) - 2)
+    told = WrongFile(10, ROOT, "the signed root is another")
+    late.hear(told)
+    assert not late.all(Save), "its own is not written yet"
+    late.step(Saved(late.now, 10, entries[-2].hash, ROOT, 777, "", 5))
+    late.hear(told)
+    assert late.all(Save) == [Save(10, entries[-2].hash, digest_of(10))] and not late.state.held_snapshots
+    late.step(Saved(late.now, 10, entries[-2].hash, b"S" * 32, 777, "", 5))
+    assert late.sent(Kept) == [Kept(10, b"S" * 32, 777)]
+    receive(len(entries) - 1)
+    late.hear(WrongFile(10, b"S" * 32, "wrong once more"))
+    assert not late.all(Save) and not late.state.held_snapshots, "the master has moved on"
 
 
 def test_what_lies_here_is_told_at_every_welcome_and_until_it_is_announced() -> None:

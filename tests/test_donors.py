@@ -8,7 +8,7 @@ import coordinator.events as ce
 from coordinator import donors, machine
 from protocol.entries import CommitBody
 from protocol.messages import WIRE_VERSION
-from protocol.peers import CatchUp, Donors, DonorsAsk, Kept, PeerFault, PeerWay, Reach, Snapshots
+from protocol.peers import CatchUp, Donors, DonorsAsk, Kept, PeerFault, PeerWay, Reach, Snapshots, WrongFile
 from protocol.plan import Ops
 from tests.desk import Desk, key_of
 
@@ -87,6 +87,22 @@ def test_a_disagreement_is_shown_and_the_majority_is_announced() -> None:
     (words,) = picture(made)["disagreements"]
     assert "by a" in words and "by b and c" in words
     made.say("d", DonorsAsk(0))
+
+
+def test_whoever_keeps_another_file_than_the_signed_one_is_told() -> None:
+    made = desk()
+    for name, root in zip("abc", (OTHER, ROOT, ROOT), strict=True):
+        made.say(name, Kept(1, root, 999))
+    assert not made.sent(WrongFile, "a"), "nothing is signed yet"
+    assert close_round(made, "abc").snapshot == ROOT
+    made.say("a", Kept(1, OTHER, 999))  # as nodes do until they see the root in the chain
+    (told,) = made.sent(WrongFile, "a")
+    assert (told.round, told.root) == (1, OTHER)
+    assert f"signed root is {ROOT.hex()[:12]}" in told.reason
+    assert machine.status(made.state)["counters"]["wrong snapshot files"] == 1
+    assert not picture(made)["disagreements"]
+    made.say("a", Kept(1, ROOT, 999))  # written again
+    assert not made.sent(WrongFile, "a") and picture(made)["peers"]["a"]["kept"] == [1]
 
 
 def ready(names: str = "abcd") -> Desk:

@@ -121,6 +121,7 @@ EXAMPLES: tuple[Message, ...] = (
     peers.PartAsk(b"R" * 32, 7, 2**18, 2**18),
     peers.PartData(b"R" * 32, 7, 2**18, b"weights"),
     peers.Sorry(b"R" * 32, "it is gone"),
+    peers.WrongFile(20, b"R" * 32, "the signed root is another"),
     Return(3, 7, entry()),
 )  # fmt: skip
 
@@ -207,6 +208,7 @@ STRATEGIES: dict[type[Message], st.SearchStrategy[Any]] = {
     peers.PartAsk: st.builds(peers.PartAsk, B32, U32, U32, st.integers(1, peers.GRANT)),
     peers.PartData: st.builds(peers.PartData, B32, U32, U32, st.binary(max_size=99)),
     peers.Sorry: st.builds(peers.Sorry, B32, TEXT),
+    peers.WrongFile: st.builds(peers.WrongFile, U32, B32, TEXT),
     Evidence: st.builds(Evidence, UNITS, U32, U32, st.lists(SUMS, max_size=9).map(tuple)),
 }  # fmt: skip
 
