@@ -6,13 +6,21 @@ Shell. Called by `server.py`; `esnode coordinator serve` writes these words.
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import resource
 from collections.abc import Sequence
 from pathlib import Path
 
+from protocol.errors import UserError, remedy
+
 SPARE_FILES = 64  # descriptors beyond one per node
+FEWEST_FILES = 48  # it does not start with less
 MOST_FILES = 65_536  # taken when the system allows it: who will be invited is not known at the start
+
+
+class TooFewFiles(UserError):
+    """The system lets this process open too few files to work at all."""
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -58,6 +66,8 @@ def raise_file_limit(nodes: int, log: logging.Logger) -> None:
     if soft < allowed:
         soft = allowed
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft < FEWEST_FILES:  # libzmq would end the process without a word of ours
+        raise TooFewFiles(f"this process may open {soft} files only; {remedy(errno.EMFILE)}")
     if soft < nodes + SPARE_FILES:
         log.warning(
             "the limit of open files (%d) is too low for %d nodes; raise it with ulimit -n", soft, nodes

@@ -53,7 +53,7 @@ from coordinator.setup import Setup, publish_address, usual_address
 from protocol import logfile
 from protocol.entries import EntryKind
 from protocol.entries import parse as parse_entry
-from protocol.errors import UserError
+from protocol.errors import UserError, remedy
 from protocol.keys import curve_public
 from protocol.messages import Ack, Assign, Result, Unit
 
@@ -110,7 +110,7 @@ class Server:
         )
         if advertise:
             reach.advertised(self.address, advertise)  # refused now, not when somebody is to be invited
-        self._admin = Admin(self._context, setup.folder / "coordinator", self._answer)
+        self._admin = Admin(setup.folder / "coordinator", self._answer)
         self._poller = zmq.Poller()
         for socket in (*self._gate.sockets, self._admin.socket):
             self._poller.register(socket, zmq.POLLIN)
@@ -318,7 +318,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
-        logfile.last_words(log, f"{error.strerror}{where}; mend the disk or the folder and start again")
+        logfile.last_words(log, f"{error.strerror}{where}; {remedy(error.errno)}")
         return 1
     except Exception:
         traceback.print_exc()

@@ -10,12 +10,11 @@ import socket
 from pathlib import Path
 from typing import Any
 
-import zmq
-
 from protocol import ipc
 from protocol.errors import UserError
 
 WAIT_SECONDS = 5.0
+MAX_ANSWER = 1 << 28
 
 
 class NoCoordinator(UserError):
@@ -45,23 +44,22 @@ def ask(folder: Path, op: str, *, wait: float = WAIT_SECONDS, **fields: Any) -> 
 
     NoCoordinator when nothing answers within `wait` seconds.
     """
-    inner = folder / "coordinator"
-    with ipc.endpoint(inner) as address, zmq.Context() as context, context.socket(zmq.REQ) as asker:
-        if not _listens(address.removeprefix("ipc://")):
-            raise NoCoordinator(f"no coordinator is running on {folder}")
-        asker.setsockopt(zmq.LINGER, 0)
-        asker.connect(address)
-        asker.send(json.dumps({"op": op, **fields}).encode())
-        if not asker.poll(int(wait * 1000)):
-            raise NoCoordinator(
-                f"the coordinator of {folder} does not answer; its log is {folder}/logs/coordinator.log"
-            )
-        answer = json.loads(asker.recv())
+    silent = f"the coordinator of {folder} does not answer; its log is {folder}/logs/coordinator.log"
+    with ipc.endpoint(folder / "coordinator") as path, socket.socket(socket.AF_UNIX) as asker:
+        asker.settimeout(wait)
+        try:
+            asker.connect(path)
+        except (TimeoutError, BlockingIOError):  # too many wait to be answered
+            raise NoCoordinator(silent) from None
+        except OSError:  # no such file, or after a kill -9 the file alone is left
+            raise NoCoordinator(f"no coordinator is running on {folder}") from None
+        try:
+            asker.sendall(json.dumps({"op": op, **fields}).encode() + b"\n")
+            raw = ipc.read_line(asker, MAX_ANSWER)
+        except OSError:
+            raw = b""
+        if not raw:
+            raise NoCoordinator(silent)
+        answer = json.loads(raw)
     assert isinstance(answer, dict)
     return answer
-
-
-def _listens(path: str) -> bool:
-    """Whether somebody is behind the socket file; after a kill -9 the file alone is left."""
-    with socket.socket(socket.AF_UNIX) as knock:
-        return knock.connect_ex(path) == 0

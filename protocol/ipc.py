@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,12 +20,23 @@ SOCKET = "admin.sock"
 
 @contextlib.contextmanager
 def endpoint(folder: Path) -> Iterator[str]:
-    """The `ipc://` address of the socket in `folder`, valid inside the context."""
+    """The path of the socket in `folder` by which it is bound or reached, valid inside the context."""
     path = folder.absolute() / SOCKET
     if len(os.fsencode(path)) <= PATH_LIMIT:
-        yield f"ipc://{path}"
+        yield str(path)
         return
     with tempfile.TemporaryDirectory(prefix="esnode-") as short:
         link = Path(short) / "c"
         link.symlink_to(folder.absolute())
-        yield f"ipc://{link / SOCKET}"
+        yield str(link / SOCKET)
+
+
+def read_line(peer: socket.socket, limit: int) -> bytes:
+    """What the other side sends up to its line's end; b"" when it closes or sends more than `limit` bytes."""
+    data = b""
+    while not data.endswith(b"\n"):
+        more = peer.recv(65536)
+        data += more
+        if not more or len(data) > limit:
+            return b""
+    return data

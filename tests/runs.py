@@ -111,12 +111,14 @@ class Processes:
 
     def start(self, name: str, module: str, *arguments: str, **environment: str) -> subprocess.Popen[bytes]:
         """Start a module as the process called `name`; FILE_LIMIT in bytes stands in for a full disk,
-        NETNS names the network namespace it lives in.
+        OPEN_FILES is how many it may open, NETNS names the network namespace it lives in.
         """
         log = open(self.folder / f"{name}.stderr", "ab")  # noqa: SIM115 - the child keeps it
         command = [sys.executable, "-m", module, *arguments]
         if "FILE_LIMIT" in environment:
             command = ["prlimit", f"--fsize={environment['FILE_LIMIT']}", *command]
+        if "OPEN_FILES" in environment:
+            command = ["prlimit", f"--nofile={environment['OPEN_FILES']}", *command]
         if "NETNS" in environment:
             command = ["ip", "netns", "exec", environment["NETNS"], *command]
         surroundings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}

@@ -5,6 +5,7 @@ Everything is refused, counted by reason and shown by status, and the run ends i
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import socket
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import zmq
 
 from esnode import admin
@@ -177,3 +179,38 @@ def test_a_flood_of_an_admitted_node(tmp_path: Path) -> None:
         attacker.close()
         assert refused["too many Hellos"] > 500, "each one that is refused would be a line of the log"
         assert (tmp_path / "logs" / "coordinator.log").stat().st_size < 100_000
+
+
+def test_strangers_that_take_every_descriptor(tmp_path: Path) -> None:
+    """No key is needed to connect. Who is there already works on, and later everybody gets in again."""
+    make_folder(tmp_path, ("n1", "n2"), 10**6, **SLOW)
+    with Processes(tmp_path) as processes:
+        words = ("--data", str(tmp_path), "--bind", "tcp://127.0.0.1:0")
+        processes.start("coordinator", "coordinator.server", *words, OPEN_FILES="64")
+        processes.node("n1")
+        wait_for(lambda: processes.status().get("members", {}).get("done"), 20)
+        host, port = processes.status()["address"].removeprefix("tcp://").split(":")
+        before = processes.status()["round"]
+        with contextlib.ExitStack() as knocks:
+            for _ in range(100):
+                knock = knocks.enter_context(socket.socket())
+                knock.setblocking(False)
+                knock.connect_ex((host, int(port)))
+            time.sleep(0.5)
+            processes.status()  # nobody can be answered now, and that is all
+            processes.node("n2")
+            time.sleep(2.0)
+            assert processes.running["coordinator"].poll() is None, processes.words("coordinator")
+        wait_for(lambda: len(processes.status().get("nodes", ())) == 2, 20)
+        assert processes.status()["round"] > before
+        assert processes.status()["wire"]["refused"]["unknown"]["handshake cut short"] > 20
+
+
+@pytest.mark.parametrize("files", [8, 12, 24])
+def test_a_coordinator_that_may_open_too_few_files_says_so(tmp_path: Path, files: int) -> None:
+    make_folder(tmp_path, ("n1",))
+    with Processes(tmp_path) as processes:
+        words = ("--data", str(tmp_path), "--bind", "tcp://127.0.0.1:0")
+        ended = processes.start("coordinator", "coordinator.server", *words, OPEN_FILES=str(files))
+        assert ended.wait(20) == 1
+        assert processes.words("coordinator").splitlines()[-1].endswith("256 or more) and start again")
