@@ -42,6 +42,8 @@ def observe(turn: Turn, key: bytes, commits: int, digest: int) -> None:
             turn.count("digests that differ from the ledger")
             turn.note("dispute", round=commits, node=name, what="differs", digest=digest, known=known)
         return
+    if (before := turn.proof.words.get(key, digest)) != digest:  # one of the two was wrong
+        _blame(turn, key, commits, f"it said digest {before:016x} of one state and then another")
     proof = turn.proof
     if proof.words.get(key) != digest:
         since = proof.since if proof.words else turn.now
@@ -321,15 +323,13 @@ def _blame(turn: Turn, peer: bytes, commits: int, reason: str) -> None:
     record = FaultFound(peer, commits, reason)
     turn.persist(record)
     turn.state = blame(turn.state, record)
-    node = turn.nodes.get(peer)
     turn.count("faults")
-    name = node.name if node else peer.hex()
+    name = turn.nodes[peer].name if peer in turn.nodes else peer.hex()
     turn.note("dispute", round=commits, what="at fault", node=name, reason=reason)
-    if node is None:
+    if peer not in turn.nodes:
         return
     turn.take_all(peer)
-    count = turn.state.faults[peer].count
-    if count >= FAULTS_TO_LEAVE:
+    if (count := turn.state.faults[peer].count) >= FAULTS_TO_LEAVE:
         _send_away(turn, peer, f"its replica was repaired {count} times, the last time: {reason}")
 
 

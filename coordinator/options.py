@@ -12,7 +12,8 @@ import resource
 from collections.abc import Sequence
 from pathlib import Path
 
-from protocol.errors import UserError, remedy
+from protocol.errors import UserError
+from protocol.logfile import remedy
 
 SPARE_FILES = 64  # descriptors beyond one per node
 FEWEST_FILES = 48  # it does not start with less

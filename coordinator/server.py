@@ -53,7 +53,7 @@ from coordinator.setup import Setup, publish_address, usual_address
 from protocol import logfile
 from protocol.entries import EntryKind
 from protocol.entries import parse as parse_entry
-from protocol.errors import UserError, remedy
+from protocol.errors import UserError
 from protocol.keys import curve_public
 from protocol.messages import Ack, Assign, Result, Unit
 
@@ -318,7 +318,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
-        logfile.last_words(log, f"{error.strerror}{where}; {remedy(error.errno)}")
+        logfile.last_words(log, f"{error.strerror}{where}; {logfile.remedy(error.errno)}")
         return 1
     except Exception:
         traceback.print_exc()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import importlib
 import logging
 import os
@@ -36,7 +35,7 @@ from esnode.nodeoptions import Options
 from esnode.notebook import Notebook
 from protocol import logfile
 from protocol.entries import parse
-from protocol.errors import UserError, remedy
+from protocol.errors import UserError
 from protocol.lock import Lock
 from protocol.messages import Rehello
 
@@ -370,14 +369,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         traceback.print_exc()  # also a fault of ours may look like this
         where = f" ({error.filename})" if error.filename else ""
-        logfile.last_words(log, f"{error.strerror}{where}; {remedy(error.errno)}")
+        logfile.last_words(log, f"{error.strerror}{where}; {logfile.remedy(error.errno)}")
         code = 1
-    except Exception as error:
+    except Exception:
         traceback.print_exc()
         code = EXIT_BUG
-        if isinstance(error, zmq.ZMQError) and error.errno == errno.EMFILE:
-            logfile.last_words(log, f"{error.strerror}; {remedy(error.errno)}")
-            code = 1
     if daemon is not None and daemon.stuck:  # native code that does not come back must not crash the exit
         logging.shutdown()
         sys.stderr.flush()

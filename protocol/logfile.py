@@ -6,6 +6,7 @@ line once. Characters that could drive a terminal are replaced, since names come
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sys
@@ -47,6 +48,13 @@ def last_words(log: logging.Logger | None, sentence: str) -> None:
     for handler in log.handlers if log else ():
         if isinstance(handler, logging.FileHandler) and not _same_file(Path(handler.baseFilename)):
             handler.handle(logging.LogRecord("", logging.ERROR, "", 0, sentence, None, None))
+
+
+def remedy(number: int | None) -> str:
+    """What to do when the system refused something with this error number, and why it may have."""
+    if number in (errno.EMFILE, errno.ENFILE):
+        return "this process may open too few files: raise the limit (ulimit -n, 256 or more) and start again"
+    return "mend the disk or the folder and start again"
 
 
 def _same_file(path: Path) -> bool:

@@ -154,6 +154,18 @@ def test_revoking_a_silent_node_ends_the_dispute_it_began() -> None:
     assert desk.state.proof.dispute is None and desk.state.digest == RIGHT
 
 
+def test_a_node_that_says_now_this_and_now_that_is_at_fault_without_any_replay() -> None:
+    """It would open disputes and close them, and keep everybody from signing."""
+    desk = second_round("a", "b", "c")
+    desk.applied("a", RIGHT)
+    desk.applied("b", RIGHT)
+    for turn in range(12):
+        if not desk.state.nodes[key_of("c")].left:
+            desk.applied("c", (WRONG + turn, RIGHT)[turn % 2])
+    assert desk.state.nodes[key_of("c")].left and desk.state.faults[key_of("c")].count == 5
+    assert "of one state and then another" in desk.state.faults[key_of("c")].reason
+
+
 def test_after_a_stop_by_a_false_replay_its_node_is_revoked_and_nothing_is_lost() -> None:
     desk = second_round("a", "b", "c")
     for name, digest in (("a", RIGHT), ("b", RIGHT), ("c", WRONG)):
