@@ -12,10 +12,12 @@ import coordinator.events as ce
 import esnode.events as ne
 from coordinator import machine, rounds
 from coordinator.state import State
-from esnode import inbox, node
-from protocol.messages import Ack, Commit
+from esnode import evidence, inbox, node
+from esnode.nodestate import Turn
+from protocol.messages import Ack, Commit, Kind, Unit
 from tests import bounds
 from tests.desk import Desk
+from tests.replica import make_lock
 from tests.sweep import examine
 
 SEEDS = range(40)
@@ -126,3 +128,13 @@ def test_bounds() -> None:
     assert not bounds.coordinator(state)
     crowded = replace(state, counters={str(k): k for k in range(1000)})
     assert "counters holds 1000 things" in bounds.coordinator(crowded)
+
+
+def test_scores_of_rounds_gone_and_of_a_branch_that_was_left_make_room() -> None:
+    """A node that went back from round 90 to round 50 does not hold scores of round 90 for ever."""
+    turn = Turn(node.new(make_lock(bytes(32)), ne.About("a", "reference", "cpu", b"s", b"e")))
+    for round in (*range(90), *range(50, 80)):
+        for member in range(10):
+            evidence.keep(turn, Unit(round, Kind.MEMBER, member, 0, 0), (1.0,))
+            assert len(turn.state.kept) <= evidence.MOST
+    assert max(kept.unit.round for kept in turn.state.kept) == 79
