@@ -19,6 +19,7 @@ import msgspec
 
 from coordinator.events import Note
 from coordinator.limits import Limits, Rate
+from protocol import logfile
 from protocol.errors import UserError
 
 METRIC_NOTES = frozenset({"commit", "score", "end"})
@@ -115,7 +116,7 @@ class Outputs:
             return
         missing = self._left_out.pop(about, 0)
         more = f" ({missing} lines like it left out before)" * bool(missing)
-        self._log.log(level, "%s", _words(note) + more)
+        self._log.log(level, "%s", logfile.sentence(note.kind, note.fields) + more)
 
     def flush(self) -> None:
         """Hand the lines written so far to the system."""
@@ -126,16 +127,6 @@ class Outputs:
         """Let go of the files."""
         self._metrics.close()
         self._units.close()
-
-
-def _words(note: Note) -> str:
-    parts = []
-    for name, value in note.fields.items():
-        if isinstance(value, float):
-            parts.append(f"{name} {value:.6g}")
-        elif isinstance(value, str | int | bytes):
-            parts.append(f"{name} {value.hex()[:16] if isinstance(value, bytes) else value}")
-    return f"{note.kind}: " + ", ".join(parts)
 
 
 def _sentence(path: Path, error: OSError) -> str:

@@ -247,8 +247,7 @@ class Daemon:
             case events.StoreTerm(term, proof):
                 self._notebook.store_term(term, proof)
             case events.Note(kind, fields):
-                words = ", ".join(f"{name} {value}" for name, value in fields.items())
-                self._log.info("%s: %s", kind, words)
+                self._log.info("%s", logfile.sentence(kind, fields))
             case events.Stop(reason, code):
                 self._stop(reason, code)
 

@@ -35,10 +35,11 @@ from esnode.events import (
 )
 from esnode.nodestate import FINISHED, HELLO_FIRST, Running, Sent, State, Turn
 from protocol.chain import BrokenChain, Chain
-from protocol.entries import EntryKind
+from protocol.entries import CommitBody, EntryKind
 from protocol.lock import Lock
 from protocol.messages import RELEASED, RUN_ENDED, Failed, Fetch, Kind, NodeBeat, Release, Result, Unit
 from protocol.seeds import member_seed
+from protocol.shaping import mean_and_std
 
 __all__ = ["State", "new", "step"]
 
@@ -202,12 +203,16 @@ def _on_applied(turn: Turn, event: EntriesApplied) -> None:
     if turn.state.stopped:
         return
     reached = state.applied + state.applying
-    commits = sum(e.kind is EntryKind.COMMIT for e in state.chain.entries[state.applied : reached])
+    bodies = [entry.body for entry in state.chain.entries[state.applied : reached]]
+    commits = [body for body in bodies if isinstance(body, CommitBody)]
     turn.set(applied=reached, applying=0, digest=event.digests[-1], ms=event.ms)
     turn.check_digest()
     if not turn.state.stopped:
         turn.tell_applied()
-        catchup.after_apply(turn, commits)
+        if commits:  # where this node is, for who watches it
+            mean, _ = mean_and_std([member.reward for member in commits[-1].members])
+            turn.note("applied", round=turn.state.rounds - 1, mean=mean, of=state.chain.round, ms=event.ms)
+        catchup.after_apply(turn, len(commits))
         proof.after_applied(turn)
 
 

@@ -10,12 +10,36 @@ import errno
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 
 def printable(text: str) -> str:
     """The text without what could drive a terminal; line breaks stay."""
     return "".join(char if char.isprintable() or char == "\n" else "?" for char in text)
+
+
+def sentence(topic: str, fields: Mapping[str, Any]) -> str:
+    """A note of a core as a line: "membership: gpu-1 left (paused by its owner)".
+
+    Who and what come first, the reason last; of the rest what is a word or a number is told by its name.
+    """
+    rest = [f"{name} {_word(fields[name])}" for name in fields if name not in ("node", "what", "reason")]
+    rest = [words for words in rest if not words.endswith(" ")]
+    said = " ".join(_word(fields[name]) for name in ("node", "what") if name in fields)
+    line = ", ".join(filter(None, (said, *rest)))
+    reason = _word(fields.get("reason", ""))
+    if not reason or not line:
+        return f"{topic}: {line or reason}"
+    return f"{topic}: {line} ({reason})"
+
+
+def _word(value: object) -> str:
+    """A value in a log line; nothing for what is neither a word nor a number."""
+    if isinstance(value, bytes):
+        return value.hex()[:16]
+    return f"{value:.6g}" if isinstance(value, float) else str(value) if isinstance(value, str | int) else ""
 
 
 class _Printable(logging.Formatter):

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 import esnode
 from esnode import joined
 from esnode.cli import main as front
-from protocol import ledger
+from protocol import ledger, logfile
 from protocol.errors import UserError
 from tests import ledgers
 from tests.runs import toy_lock
@@ -213,6 +213,22 @@ def test_pauses_end_where_they_are_said_to_end(tmp_path: Path) -> None:
         said("resume", "--run", "5f")
     said("resume")
     assert said("resume", "--run", "5f").endswith(": working already")
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        ({"node": "gpu-1", "what": "left", "reason": "paused"}, "x: gpu-1 left (paused)"),
+        ({"reason": "paused by its owner"}, "x: paused by its owner"),
+        (
+            {"round": 3, "mean": -4.62491, "key": b"\xaa" * 32},
+            "x: round 3, mean -4.62491, key aaaaaaaaaaaaaaaa",
+        ),
+        ({"what": "waits", "members": [1, 2], "reason": ""}, "x: waits"),
+    ],
+)
+def test_a_log_line_reads_like_a_sentence(fields: dict[str, object], line: str) -> None:
+    assert logfile.sentence("x", fields) == line
 
 
 class _Teapot(UserError):

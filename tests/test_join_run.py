@@ -136,7 +136,7 @@ def test_two_machines_join_by_invite_and_the_ledger_verifies(world: World) -> No
     assert "paused" in world.done("b", "pause")
     a.send_signal(signal.SIGTERM)
     assert a.wait(10) == 0, world.log("a")
-    wait_for(lambda: "pause: reason paused by its owner" in world.log("b"))
+    wait_for(lambda: "pause: paused by its owner" in world.log("b"))
     before = world.round("c")
     folder = joined.find(None, world.path / "a" / "data")
     (folder / "task.jsonl").write_text("{}\n")

@@ -72,6 +72,16 @@ def test_entries_are_verified_stored_and_only_then_used() -> None:
     assert (applied.height, applied.tip, applied.digest, applied.ms) == (3, entries[2].hash[:8], 55, 12)
 
 
+def test_every_round_leaves_a_line_in_the_nodes_log() -> None:
+    bench = Bench()
+    entries = ledger(LOCK.digest)
+    bench.welcome(entries)
+    bench.hear(Entries(0, tuple(entry.raw for entry in entries)))
+    bench.step(events.EntriesApplied(bench.now, (LOCK.digest, LOCK.digest, 55), 12))
+    (note,) = [note for note in bench.all(events.Note) if note.kind == "applied"]
+    assert (note.fields["round"], note.fields["of"], note.fields["ms"]) == (0, 1, 12)
+
+
 def test_a_restarted_node_replays_what_it_holds_and_says_so() -> None:
     entries = ledger(LOCK.digest, 55)
     bench = Bench(entries)

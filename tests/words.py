@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 Fields = Mapping[str, Any]
-QUIET = {"unit", "ack", "link", "lease"}  # in a transcript: too many, or only words to oneself
+QUIET = {"unit", "ack", "link", "lease", "applied"}  # in a transcript: too many, or only words to oneself
 
 
 def sentence(kind: str, fields: Fields) -> str:
