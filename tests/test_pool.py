@@ -28,7 +28,11 @@ from tests.world import World
 
 
 def efficiency(
-    monkeypatch: pytest.MonkeyPatch, paces: tuple[float, ...], delay: float = 0.0, **lock: Any
+    monkeypatch: pytest.MonkeyPatch,
+    paces: tuple[float, ...],
+    delay: float = 0.0,
+    audit: float = 0.0,
+    **lock: Any,
 ) -> float:
     """Work at the summed solo speed over the time it took, all rounds but the first (no speed is known then).
 
@@ -36,9 +40,8 @@ def efficiency(
     """
     monkeypatch.setattr(tests.world, "LIVENESS", 1e6)
     count = 5
-    world = World(
-        3, len(paces), count, paces=paces, ops={"eval_every": 0}, members=30, **({"repeatable": True} | lock)
-    )
+    ops = {"eval_every": 0, "audit_share": audit}
+    world = World(3, len(paces), count, paces=paces, ops=ops, members=30, **({"repeatable": True} | lock))
     if delay:
         world.network.rules.append(lambda *_: delay)
     times = []
@@ -57,6 +60,11 @@ def efficiency(
 
 def test_four_equal_nodes_with_units_of_five_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert efficiency(monkeypatch, (0.625,) * 4) >= 0.95
+
+
+def test_an_audit_costs_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Units measured twice are work that the ideal does not count."""
+    assert efficiency(monkeypatch, (0.625,) * 4, audit=0.02) >= 0.93
 
 
 def test_speeds_of_one_two_four_and_eight(monkeypatch: pytest.MonkeyPatch) -> None:
