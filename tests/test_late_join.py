@@ -118,7 +118,7 @@ def test_a_fourth_node_joins_by_snapshot(tmp_path: Path, monkeypatch: pytest.Mon
         shown = peers(processes)["peers"]
         assert set(shown["a"]["faults"]) == {LATE}, shown
         assert "direct by 1" in shown["c"]["reached"] and shown["c"]["addresses"]
-        assert "snapshot loaded" in shown[LATE]["catching_up"]
+        wait_for(lambda: "snapshot loaded" in peers(processes)["peers"][LATE]["catching_up"], 20)
         at = processes.status()["round"]
         stop_at(processes, at + 6 - at % 3)
         processes.wait_end()
