@@ -1,7 +1,7 @@
 """Master and live weights of one model in one process: perturb, restore, apply, digest.
 
 The master is `state.State`; the live weights are the model's own parameters, rewritten in place from the
-master and never subtracted from (law L3). Called by `engines/transformers_engine.py`.
+master and never subtracted from (law L3). Called by the engines.
 """
 
 from __future__ import annotations

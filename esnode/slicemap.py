@@ -5,7 +5,7 @@ in each version. So nothing is assumed: the model is first loaded, through the l
 tensors of hashed values, and every stored tensor is then looked up in the parameters by its values. A
 transposed, permuted or swapped tensor is found where it really went, or refused by name; equal names and
 shapes prove nothing. The real weights are written afterwards, by `replica.py`, through the map. Called by
-`engines/transformers_engine.py`.
+the engines.
 """
 
 from __future__ import annotations

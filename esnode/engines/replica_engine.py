@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 from esnode.engines.interface import MemoryPlan, Sampling, StopCheck, never
 from esnode.kernels.interface import Kernels
+from esnode.manifest import WrongBase
 from esnode.replica import Replica
 from esnode.state import Pieces
 from protocol.bodies import Entry
@@ -23,6 +25,16 @@ from protocol.pieces import Piece
 
 if TYPE_CHECKING:
     from protocol.ledger import Chain
+
+
+def require_base(lock: Lock, replica: Replica, folder: Path) -> None:
+    """WrongBase unless the replica is the state the lock starts from; a fork's is made by its parents."""
+    if lock.parent is None and replica.digest() != lock.digest:
+        raise WrongBase(
+            f"{folder} is not the base model {lock.model!r} of this run: its digest is "
+            f"{replica.digest():016x}, the run starts from {lock.digest:016x}. Name the folder, GGUF file or "
+            "hub id the run was started from."
+        )
 
 
 class ReplicaEngine(ABC):

@@ -18,9 +18,9 @@ from esnode import kernels as kernel_registry
 from esnode import memory, slicemap
 from esnode.engines.decode import Decoder, limits
 from esnode.engines.interface import MemoryPlan, Sampling, StopCheck, never
-from esnode.engines.replica_engine import ReplicaEngine
+from esnode.engines.replica_engine import ReplicaEngine, require_base
 from esnode.kernels.interface import Kernels
-from esnode.manifest import WrongBase, check
+from esnode.manifest import check
 from esnode.replica import Replica, memory_plan
 from esnode.state import DTYPES
 from protocol.lock import Lock
@@ -123,13 +123,8 @@ def load(
     kernels = kernel_registry.pick(device, backend)
     model, views = slicemap.build(folder, specs, arithmetic, device)
     replica = Replica(model, views, lock, folder, kernels, device=device)
-    if checked and lock.parent is None and replica.digest() != lock.digest:
-        raise WrongBase(
-            f"{folder} is not the base model {lock.model!r} of this run: its digest is "
-            f"{replica.digest():016x}, the "
-            f"run starts from {lock.digest:016x}. Name the folder, GGUF file or hub id the run was "
-            f"started from."
-        )
+    if checked:
+        require_base(lock, replica, folder)
     bound = BATCH_BYTES[_kind(device)]
     pack = plan.total + plan.live <= plan.available  # faster, with the same bits, where there is room
     decoder = Decoder(model, limits(model, bound), device, pack)

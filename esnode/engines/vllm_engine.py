@@ -27,9 +27,9 @@ from esnode import kernels as kernel_registry
 from esnode import memory, slicemap
 from esnode.engines import vllm_canary
 from esnode.engines.interface import Cancelled, MemoryPlan, Sampling, StopCheck, never
-from esnode.engines.replica_engine import ReplicaEngine
+from esnode.engines.replica_engine import ReplicaEngine, require_base
 from esnode.kernels.interface import Kernels
-from esnode.manifest import WrongBase, check
+from esnode.manifest import check
 from esnode.replica import Replica, memory_plan
 from esnode.state import DTYPES
 from protocol.errors import UserError
@@ -141,10 +141,6 @@ class VllmEngine(ReplicaEngine):
             finished |= {output.request_id: output for output in self._engine.step() if output.finished}
         return [finished[name] for name in names]
 
-    def close(self) -> None:
-        """End vLLM's helper threads and free its memory."""
-        self._engine.engine_core.shutdown()
-
 
 def _sound(logprobs: Any, tokens: Sequence[int]) -> bool:
     """Whether the log-probability of every chosen token is a number."""
@@ -181,12 +177,7 @@ def load(
     model = _model_of(engine)
     views = slicemap.probe(model, folder, specs, partial(_through_loader, engine, model), live)
     replica = Replica(model, views, lock, folder, kernels, device=device)
-    if lock.parent is None and replica.digest() != lock.digest:
-        raise WrongBase(
-            f"{folder} is not the base model {lock.model!r} of this run: its digest is "
-            f"{replica.digest():016x}, the run starts from {lock.digest:016x}. Name the folder, GGUF file or "
-            "hub id the run was started from."
-        )
+    require_base(lock, replica, folder)
     made = VllmEngine(lock, replica, engine, kernels, _fingerprint(lock, device, version), plan)
     vllm_canary.check(made, replica, partial(_through_loader, engine, model))
     return made
