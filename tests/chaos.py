@@ -31,7 +31,7 @@ from protocol.entries import Admission, CommitBody, EndBody, LockBody, MemberRew
 from protocol.ledger import Chain
 from protocol.lock import Lock
 from protocol.messages import Kind, Unit
-from tests import netns, toy_engine
+from tests import netns, toy_engine, warden
 from tests.runs import SIGNING_SEED, Processes, make_folder
 
 COORDINATOR = "coordinator"
@@ -371,6 +371,7 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="a tiny language model instead of the toy engine")
     parser.add_argument("--keep", type=Path, help="a new folder for the run, kept")
     arguments = parser.parse_args()
+    warden.watch()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # with nobody left behind
     if arguments.netns and netns.why_not():
         print(netns.why_not())

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from protocol.plan import bf16
-from tests import people
+from tests import people, warden
 from tests.actors import COORDINATOR
 from tests.network import Faults
 from tests.replica import Outcome, evidence_of
@@ -358,7 +358,7 @@ def sweep(seeds: Iterable[int], jobs: int = 1) -> Iterator[Verdict]:
     if jobs == 1:
         yield from map(examine, seeds)
         return
-    with ProcessPoolExecutor(jobs) as pool:
+    with ProcessPoolExecutor(jobs, initializer=warden.leave_with_parent) as pool:
         yield from pool.map(_without_story, seeds, chunksize=8)
 
 
