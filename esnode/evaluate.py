@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from rich.table import Table
 
 from esnode import episodes, estimates, locking, prompts, tasks
 from esnode.engines.interface import Engine, Sampling
+from esnode.engines.shortage import patiently
 from esnode.episodes import Episode, Spent
 from esnode.estimates import Estimate
 from esnode.models import ModelFolder
@@ -186,7 +188,7 @@ def _likely(engine: Engine, prepared: Prepared, split: str, tell: Tell) -> list[
     for start in range(0, total, ROWS):
         tell("measuring likelihoods", start, total)
         rows = range(start, min(start + ROWS, total))
-        measured += episodes.likelihoods(engine, prepared, split, rows, Spent())
+        measured += patiently(partial(episodes.likelihoods, engine, prepared, split, rows, Spent()))
     tell("measuring likelihoods", total, total)
     return measured
 
@@ -211,8 +213,18 @@ def _played(
             part = rows[start : start + ROWS]
             streams = [seeds.sample_stream(key, 0, index, sample) for index, sample in part]
             indices = [index for index, _ in part]
-            measured += episodes.play(
-                engine, prepared, scorer, settings.split, indices, streams, sampling, Spent()
+            measured += patiently(
+                partial(
+                    episodes.play,
+                    engine,
+                    prepared,
+                    scorer,
+                    settings.split,
+                    indices,
+                    streams,
+                    sampling,
+                    Spent(),
+                )
             )
             done += len(part)
             tell("answering", done, prompts * (1 + samples))

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from esnode import episodes
 from esnode.engines.interface import Engine, Sampling, StopCheck, never
+from esnode.engines.shortage import patiently
 from esnode.episodes import Episode, Spent
 from esnode.prompts import Prepared
 from esnode.scoring import Scorer
@@ -94,9 +95,13 @@ class Worker:
         else:
             self._engine.restore()
         weights = time.perf_counter() - began
-        spent = Spent()
-        measured = self._measure(unit, spent, stop, progress or _unheard)
-        return self._outcome(unit, measured, weights, spent)
+
+        def attempt() -> Outcome:
+            spent = Spent()
+            measured = self._measure(unit, spent, stop, progress or _unheard)
+            return self._outcome(unit, measured, weights, spent)
+
+        return patiently(attempt)  # the whole unit again, so that its batches are alike
 
     def prompts_of(self, unit: Unit) -> list[tuple[int, ...]]:
         """The unit's prompts, as indices into its split, chunk by chunk."""

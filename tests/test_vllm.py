@@ -46,6 +46,13 @@ def test_written_in_place_equals_a_fresh_load(kind: str, tmp_path: Path) -> None
     assert check(kind, "perturb", tmp_path) == check(kind, "fresh", tmp_path)
 
 
+@installed
+def test_a_batch_that_does_not_fit_and_weights_that_are_no_numbers(tmp_path: Path) -> None:
+    found = check("qwen2", "bad", tmp_path)
+    assert found["rows"] == 3 and found["tokens"] and found["distance"] < 1e-3 and found["fingerprint"]
+    assert found["broken"] == [[[3], []]] * 3 and found["restored"]
+
+
 @pytest.mark.parametrize("version", ["0.11.2", "0.33.0", "1.0"])
 def test_an_untried_release_is_refused_in_a_sentence(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "version", lambda package: version)

@@ -23,6 +23,7 @@ from transformers import AutoConfig
 from esnode import manifest
 from esnode.engines import transformers_engine, vllm_engine
 from esnode.engines.interface import Sampling
+from esnode.engines.shortage import patiently
 from esnode.engines.vllm_engine import VllmEngine
 from tests import tiny
 
@@ -77,6 +78,38 @@ def in_place(folder: Path, perturbed: Path) -> tuple[Any, list[float]]:
     return answers(engine)
 
 
+def bad_input(folder: Path) -> dict[str, Any]:
+    """What is left of a unit when a batch does not fit into memory, and when weights are no numbers."""
+    engine = vllm_engine.load(tiny.lock(folder, live_dtype="float32"), folder)
+    model = vllm_engine._model_of(engine._engine)
+    whole, plain = answers(engine), engine.fingerprint
+
+    def allocate(module: Any, arguments: Any, options: dict[str, Any]) -> None:
+        if options["input_ids"].numel() > 15:
+            raise torch.OutOfMemoryError("out of memory")
+
+    hook = model.register_forward_pre_hook(allocate, with_kwargs=True)
+    tokens = patiently(lambda: engine.generate(PROMPTS, SAMPLING, [0] * len(PROMPTS)))
+    hook.remove()
+    again = answers(engine)
+    found: dict[str, Any] = {
+        "rows": engine.room.rows,
+        "tokens": tokens == again[0] == whole[0],
+        "distance": max(abs(a - b) for a, b in zip(again[1], whole[1], strict=True)),
+        "fingerprint": engine.fingerprint != plain,
+        "broken": [],
+    }
+    engine.live("model.embed_tokens.weight")[PROMPTS[3][4]] = torch.nan
+    for sampling in (SAMPLING, Sampling(1, (), temperature=1.0)):
+        tokens = engine.generate(PROMPTS, sampling, [7] * len(PROMPTS))
+        found["broken"].append((engine.broken, tokens[3]))
+    engine.loglik(PROMPTS, TARGETS)
+    found["broken"].append((engine.broken, []))
+    engine.restore()
+    found["restored"] = answers(engine) == again
+    return found
+
+
 def _write(engine: VllmEngine, folder: Path, to: Path) -> None:
     to.mkdir()
     for file in folder.iterdir():
@@ -87,7 +120,7 @@ def _write(engine: VllmEngine, folder: Path, to: Path) -> None:
 
 
 def main(kind: str, what: str, place: str) -> None:
-    """`what`: compare | perturb | fresh; `place`: a folder shared by the three."""
+    """`what`: compare | perturb | fresh | bad; `place`: a folder shared by them."""
     torch.set_num_threads(1)
     folder, perturbed = Path(place) / kind, Path(place) / f"{kind}-perturbed"
     if not folder.exists():
@@ -96,6 +129,8 @@ def main(kind: str, what: str, place: str) -> None:
         found: Any = beside_transformers(folder)
     elif what == "perturb":
         found = in_place(folder, perturbed)
+    elif what == "bad":
+        found = bad_input(folder)
     else:
         found = answers(vllm_engine.load(tiny.lock(perturbed), perturbed))
     print(json.dumps(found), flush=True)

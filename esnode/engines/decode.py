@@ -5,18 +5,19 @@ penalty would change greedy answers) is ignored, work can be cancelled between s
 on their neighbours other than by float rounding. Called by `transformers_engine.py`.
 
 Rules that keep a result repeatable: rows keep the order they are given in; a call is cut into batches by size
-alone (`Limits`, a function of the model and the device kind); in a batch the tokens that all rows begin with
-are run once; rows that have ended leave the batch when a quarter of it has. All of it is a function of the
-prompts and the answers.
+alone (`Limits`, a function of the model and the device kind, and the `Room` that a shortage of memory left);
+in a batch the tokens that all rows begin with are run once; rows that have ended leave the batch when a
+quarter of it has. All of it is a function of the prompts and the answers.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -26,7 +27,9 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from esnode.engines.interface import Cancelled, Sampling, StopCheck, never
 from esnode.engines.packing import WORTH, Packing
 from esnode.engines.sampling import Picker
+from esnode.engines.shortage import OutOfMemory, Room
 
+Result = TypeVar("Result")
 SHARED = 8  # a common beginning shorter than this is not worth a pass of its own
 
 
@@ -41,12 +44,15 @@ class Limits:
     vocabulary: int
     total: int
 
-    def batches(self, lengths: Sequence[int], kept: Sequence[int]) -> Iterator[slice]:
-        """Consecutive runs of rows. `lengths`: tokens of a row at its end, `kept`: positions with logits."""
+    def batches(self, lengths: Sequence[int], kept: Sequence[int], rows: int = 0) -> Iterator[slice]:
+        """Consecutive runs of rows, `rows` at most (0: any number).
+
+        `lengths`: tokens of a row at its end, `kept`: positions with logits.
+        """
         start = 0
         for end in range(1, len(lengths) + 1):
-            last = end == len(lengths)
-            if last or self._bytes(lengths[start : end + 1], kept[start : end + 1]) > self.total:
+            full = end == len(lengths) or end - start == rows
+            if full or self._bytes(lengths[start : end + 1], kept[start : end + 1]) > self.total:
                 yield slice(start, end)
                 start = end
 
@@ -87,6 +93,7 @@ class Decoder:
     def __init__(self, model: nn.Module, limits: Limits, device: str = "cpu", pack: bool = False) -> None:
         self.model = model
         self.packing = Packing(model, pack)
+        self.room = Room()
         self._limits = limits
         self._device = device
         known = inspect.signature(model.forward).parameters
@@ -103,7 +110,7 @@ class Decoder:
         stop: StopCheck = never,
     ) -> list[list[int]]:
         """New token ids per prompt, the stop id excluded. A row with unusable logits is cut to an empty
-        answer.
+        answer. Raises OutOfMemory, Cancelled.
         """
         _require_prompts(prompts)
         if sampling.temperature > 0 and len(streams) != len(prompts):
@@ -111,13 +118,22 @@ class Decoder:
         answers: list[list[int]] = []
         broken: list[int] = []
         lengths = [len(prompt) + sampling.max_new_tokens for prompt in prompts]
-        for part in self._limits.batches(lengths, [1] * len(prompts)):
+        for part in self._limits.batches(lengths, [1] * len(prompts), self.room.rows):
             picker = Picker(sampling, streams[part], self._device)
-            found, bad = self._generate(prompts[part], sampling, picker, stop)
+            work = partial(self._generate, prompts[part], sampling, picker, stop)
+            found, bad = self._batch(part, work)
             broken += [len(answers) + row for row in bad]
             answers += found
         self.broken = tuple(broken)
         return answers
+
+    def _batch(self, part: slice, work: Callable[[], Result]) -> Result:
+        """What `work` on these rows gives; where memory runs out, packed copies are the first to go."""
+        try:
+            return self.room.batch(part.stop - part.start, work)
+        except OutOfMemory:
+            self.packing.give_up()
+            raise
 
     @torch.inference_mode()
     def _generate(
@@ -166,8 +182,9 @@ class Decoder:
         broken: list[int] = []
         kept = [len(target) for target in targets]
         lengths = [len(prompt) + count for prompt, count in zip(prompts, kept, strict=True)]
-        for part in self._limits.batches(lengths, kept):
-            for value in self._loglik(prompts[part], targets[part], stop):
+        for part in self._limits.batches(lengths, kept, self.room.rows):
+            work = partial(self._loglik, prompts[part], targets[part], stop)
+            for value in self._batch(part, work):
                 if not math.isfinite(value):
                     broken.append(len(sums))
                 sums.append(value if math.isfinite(value) else -math.inf)

@@ -54,6 +54,11 @@ class Packing:
                 layer.__dict__.pop("forward", None)
             self._packed = False
 
+    def give_up(self) -> None:
+        """Never pack again: there is no room for copies."""
+        self.drop()
+        self._linears = []
+
     def _gives_equal_bits(self, rows: int) -> bool:
         """One layer of each shape on made-up input, for few and many rows, against the plain product."""
         shapes = {tuple(layer.weight.shape): layer for layer in self._linears}

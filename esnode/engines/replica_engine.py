@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from esnode.engines.interface import MemoryPlan, Sampling, StopCheck, never
+from esnode.engines.shortage import Room
 from esnode.kernels.interface import Kernels
 from esnode.manifest import WrongBase
 from esnode.replica import Replica
@@ -48,6 +49,7 @@ class ReplicaEngine(ABC):
         self._replica = replica
         self._kernels = kernels
         self._fingerprint = fingerprint
+        self.room = Room()
 
     @property
     @abstractmethod
@@ -65,7 +67,7 @@ class ReplicaEngine(ABC):
         stop: StopCheck = never,
     ) -> list[list[int]]:
         """New token ids per prompt, stop id excluded. `streams[k]` (u64) keys row k's random stream when
-        sampling.
+        sampling. Raises OutOfMemory when a batch does not fit; the next call makes smaller ones.
         """
 
     @abstractmethod
@@ -79,8 +81,8 @@ class ReplicaEngine(ABC):
 
     @property
     def fingerprint(self) -> bytes:
-        """8 bytes over everything that may change an answer; thread counts do not."""
-        return self._fingerprint
+        """8 bytes over everything that may change an answer; thread counts do not, a bound on rows does."""
+        return self.room.fingerprint(self._fingerprint)
 
     @property
     def backend(self) -> str:

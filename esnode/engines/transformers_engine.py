@@ -19,6 +19,7 @@ from esnode import memory, slicemap
 from esnode.engines.decode import Decoder, limits
 from esnode.engines.interface import MemoryPlan, Sampling, StopCheck, never
 from esnode.engines.replica_engine import ReplicaEngine, require_base
+from esnode.engines.shortage import loading
 from esnode.kernels.interface import Kernels
 from esnode.manifest import check
 from esnode.replica import Replica, memory_plan
@@ -54,6 +55,7 @@ class TransformersEngine(ReplicaEngine):
     ) -> None:
         super().__init__(lock, replica, kernels, fingerprint, plan)
         self._decoder = decoder
+        self.room = decoder.room
 
     def forget(self) -> None:
         """Packed copies of the weights are those of other weights from now on."""
@@ -89,6 +91,7 @@ class TransformersEngine(ReplicaEngine):
         return self._decoder.loglik(prompts, targets, stop)
 
 
+@loading
 def load(
     lock: Lock,
     folder: str | Path,

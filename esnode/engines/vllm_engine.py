@@ -28,6 +28,7 @@ from esnode import memory, slicemap
 from esnode.engines import vllm_canary
 from esnode.engines.interface import Cancelled, MemoryPlan, Sampling, StopCheck, never
 from esnode.engines.replica_engine import ReplicaEngine, require_base
+from esnode.engines.shortage import loading
 from esnode.kernels.interface import Kernels
 from esnode.manifest import check
 from esnode.replica import Replica, memory_plan
@@ -95,15 +96,10 @@ class VllmEngine(ReplicaEngine):
             )
             for stream in streams
         ]
-        answers, broken = [], []
-        for row, output in enumerate(self._run(prompts, settings, stop)):
-            completion = output.outputs[0]
-            tokens = list(completion.token_ids)
-            if not _sound(completion.logprobs, tokens):
-                broken.append(row)
-                tokens = []
+        answers = []
+        for row, output in enumerate(self._settled(prompts, settings, _chosen, stop)):
+            tokens = [] if row in self._broken else list(output.outputs[0].token_ids)
             answers.append(tokens[:-1] if tokens and tokens[-1] in sampling.stop_ids else tokens)
-        self._broken = tuple(broken)
         return answers
 
     def loglik(
@@ -114,42 +110,97 @@ class VllmEngine(ReplicaEngine):
 
         rows = [[*prompt, *target] for prompt, target in zip(prompts, targets, strict=True)]
         once = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-        sums, broken = [], []
-        for row, output in enumerate(self._run(rows, [once] * len(rows), stop)):
-            first = len(prompts[row])
-            found = [output.prompt_logprobs[k][rows[row][k]].logprob for k in range(first, len(rows[row]))]
-            total = math.fsum(found) if all(map(math.isfinite, found)) else -math.inf
-            if total == -math.inf:
-                broken.append(row)
-            sums.append(total)
-        self._broken = tuple(broken)
+        sums = []
+        for row, output in enumerate(self._settled(rows, [once] * len(rows), _of_prompt, stop)):
+            found = _of_prompt(output)[len(prompts[row]) - 1 :]
+            sums.append(-math.inf if row in self._broken else math.fsum(found))
         return sums
 
+    def _settled(
+        self,
+        rows: Sequence[Sequence[int]],
+        settings: Sequence[Any],
+        logprobs: Callable[[Any], list[float]],
+        stop: StopCheck,
+    ) -> list[Any]:
+        """The outputs of all rows; `broken` are then those whose `logprobs` are not all numbers.
+
+        What is no number stays in the cache of keys and values, where attention multiplies even what it
+        masks: the cache is emptied then, and rows that may have met a neighbour's remains run once more.
+        """
+        outputs = self._run(rows, settings, stop)
+        broken = _unsound(outputs, range(len(rows)), logprobs)
+        if broken:
+            self._engine.collective_rpc(_empty_cache)
+        if 0 < len(broken) < len(rows):
+            again = self._run([rows[row] for row in broken], [settings[row] for row in broken], stop)
+            for row, output in zip(broken, again, strict=True):
+                outputs[row] = output
+            broken = _unsound(outputs, broken, logprobs)
+            self._engine.collective_rpc(_empty_cache)
+        self._broken = tuple(broken)
+        return outputs
+
     def _run(self, rows: Sequence[Sequence[int]], settings: Sequence[Any], stop: StopCheck) -> list[Any]:
+        """The outputs of all rows in order, which are queued together unless memory ran out earlier."""
+        outputs: list[Any] = []
+        size = self.room.rows or len(rows)
+        for start in range(0, len(rows), size or 1):
+            part = slice(start, start + size)
+            decoded = min(len(rows[part]), MOST_SEQUENCES)
+            outputs += self.room.batch(decoded, partial(self._batch, rows[part], settings[part], stop))
+        return outputs
+
+    def _batch(self, rows: Sequence[Sequence[int]], settings: Sequence[Any], stop: StopCheck) -> list[Any]:
         """All rows as one batch of requests; their outputs in order. Cancelled between two steps."""
         names = [f"{self._served}-{k}" for k in range(len(rows))]
         self._served += 1
         for name, row, setting in zip(names, rows, settings, strict=True):
             self._engine.add_request(name, {"prompt_token_ids": list(row)}, setting)
         finished: dict[str, Any] = {}
-        while self._engine.has_unfinished_requests():
-            if stop():
+        try:
+            while self._engine.has_unfinished_requests():
+                if stop():
+                    raise Cancelled
+                finished |= {output.request_id: output for output in self._engine.step() if output.finished}
+        finally:  # also when memory ran out: nothing of this batch may be left for the next one
+            if len(finished) < len(names):
                 self._engine.abort_request(names)
-                while self._engine.has_unfinished_requests():
-                    self._engine.step()
-                raise Cancelled
-            finished |= {output.request_id: output for output in self._engine.step() if output.finished}
+            while self._engine.has_unfinished_requests():
+                self._engine.step()
         return [finished[name] for name in names]
 
 
-def _sound(logprobs: Any, tokens: Sequence[int]) -> bool:
-    """Whether the log-probability of every chosen token is a number."""
-    return all(math.isfinite(choices[token].logprob) for choices, token in zip(logprobs, tokens, strict=True))
+def _chosen(output: Any) -> list[float]:
+    """Log-probabilities of the chosen tokens."""
+    chosen = output.outputs[0]
+    pairs = zip(chosen.logprobs, chosen.token_ids, strict=True)
+    return [choices[token].logprob for choices, token in pairs]
+
+
+def _of_prompt(output: Any) -> list[float]:
+    """Log-probabilities of a prompt's tokens from the second on; nothing predicts the first."""
+    pairs = zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True)
+    return [choices[token].logprob for choices, token in pairs]
+
+
+def _unsound(
+    outputs: Sequence[Any], rows: Sequence[int], logprobs: Callable[[Any], list[float]]
+) -> list[int]:
+    """Those of the rows with a log-probability that is no number."""
+    return [row for row in rows if not all(map(math.isfinite, logprobs(outputs[row])))]
+
+
+def _empty_cache(worker: Any) -> None:
+    """On a vLLM worker: no remains in the memory of keys and values."""
+    for cache in worker.model_runner.kv_caches:
+        cache.zero_()
 
 
 # ---------------------------------------------------------------- loading
 
 
+@loading
 def load(
     lock: Lock,
     folder: str | Path,
