@@ -8,7 +8,8 @@ only one so far.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from esnode import manifest
+from esnode.hostmaster import HostMaster
 from esnode.kernels.interface import Kernels, Region
 from esnode.replay import DamagedMaster, fold
 from protocol import noise, seeds
@@ -72,7 +74,12 @@ class State:
     """The masters of one run in one process. Not thread-safe."""
 
     def __init__(
-        self, lock: Lock, folder: str | Path, kernels: Kernels, parts: list[Part], digest: int
+        self,
+        lock: Lock,
+        folder: str | Path,
+        kernels: Kernels,
+        parts: list[Part],
+        host: HostMaster | None = None,
     ) -> None:
         self.lock = lock
         self.folder = Path(folder)
@@ -80,8 +87,10 @@ class State:
         self.parts = parts
         self._by_name = {part.spec.name: part for part in parts}
         self._in_name_order = sorted(range(len(parts)), key=lambda k: parts[k].spec.name)
-        self._digest = digest
+        self._host = host
+        self._seen = 0 if host is None else host.writes()
         self._torn = False
+        self._total()
 
     @classmethod
     def load(
@@ -91,30 +100,100 @@ class State:
         kernels: Kernels,
         *,
         device: str = "cpu",
+        host: HostMaster | None = None,
         frozen: Frozen = ignore,
         visit: Visit = nothing,
     ) -> State:
         """The base checkpoint's state, read tensor by tensor; each master is handed to `visit`, each other
         tensor to `frozen`, as it comes.
 
-        The digest is that of the base: for a fork, `replay` the parents' chains next. manifest.WrongBase when
-        names or shapes are not the lock's, StateError when a weight is too large for float16.
+        The masters are on `device`, or in `host`, shared memory: that a leader fills, and that anybody else
+        finds filled, perhaps many rounds after the base. The digest is that of the base: for a fork, `replay`
+        the parents' chains next. manifest.WrongBase when names or shapes are not the lock's, StateError when
+        a weight is too large for float16, TornState when shared memory was left half-written.
         """
         specs = manifest.check(folder, lock)
-        parts, digest = [], 0
+        if host is not None and not host.leader:
+            return cls._attached(lock, folder, kernels, host, frozen, visit)
+        parts = []
         for spec, values in manifest.tensors(folder, specs):
             if lock.live_dtype == "float16" and values.dtype == np.float32:
                 _require_small(spec, values)
             if not spec.trained:
                 frozen(spec, values)
                 continue
-            master = master_of(values, lock.master).to(device)
+            master = master_of(values, lock.master)
+            master = master.to(device) if host is None else host.views[spec.name].copy_(master)
             part = Part(spec, seeds.tensor_key(spec.name), Region.whole(values.size), master)
             part.digest = kernels.digest(part.master, part.key, part.region)
-            digest += part.digest
             parts.append(part)
             visit(part)
-        return cls(lock, folder, kernels, parts, digest % U64)
+        made = cls(lock, folder, kernels, parts, host)
+        made._publish()
+        return made
+
+    @classmethod
+    def _attached(
+        cls,
+        lock: Lock,
+        folder: str | Path,
+        kernels: Kernels,
+        host: HostMaster,
+        frozen: Frozen,
+        visit: Visit,
+    ) -> State:
+        for spec, values in manifest.tensors(folder, [spec for spec in lock.manifest if not spec.trained]):
+            frozen(spec, values)
+        parts = [
+            Part(spec, seeds.tensor_key(spec.name), Region.whole(master.numel()), master)
+            for spec, master in ((spec, host.views[spec.name]) for spec in lock.manifest if spec.trained)
+        ]
+        made = cls(lock, folder, kernels, parts, host)
+        made.refresh(visit)
+        return made
+
+    @property
+    def leads(self) -> bool:
+        """Whether the masters are this process's to write."""
+        return self._host is None or self._host.leader
+
+    @property
+    def host_path(self) -> str | None:
+        """What other processes attach to, for masters in shared memory."""
+        return None if self._host is None else self._host.path
+
+    def refresh(self, visit: Visit = nothing) -> int:
+        """Take over what the leader of shared masters has written since; D. TornState while it writes."""
+        if self._host is None:
+            return self._digest
+        self._seen = self._host.writes()
+        digests = self._host.digests()
+        if digests is None:
+            raise TornState("the leader of the shared master was interrupted, or is still writing")
+        for part in self.parts:
+            part.digest = digests[part.spec.name]
+            visit(part)
+        return self._total()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Around every change: what raises inside, an interrupt included, leaves a torn state."""
+        if self._host is not None:
+            self._host.begin()
+        self._torn = True
+        yield
+        self._torn = False
+        self._publish()
+
+    def _publish(self) -> None:
+        self._total()
+        if self._host is not None:
+            self._host.publish({part.spec.name: part.digest for part in self.parts})
+            self._seen = self._host.writes()
+
+    def _total(self) -> int:
+        self._digest = sum(part.digest for part in self.parts) % U64
+        return self._digest
 
     def digest(self) -> int:
         """D of the master, kept up to date by every update."""
@@ -153,9 +232,9 @@ class State:
     def overwrite(self, piece: Piece, values: torch.Tensor, visit: Visit = nothing) -> None:
         """Write a run of elements that replay has derived."""
         part = self._by_name[piece.tensor]
-        part.master[piece.first : piece.first + piece.count].copy_(values)
-        part.digest = self._read(part)
-        self._digest = sum(other.digest for other in self.parts) % U64
+        with self._writing():
+            part.master[piece.first : piece.first + piece.count].copy_(values)
+            part.digest = self._read(part)
         visit(part)
 
     def apply(self, entries: Sequence[Entry], visit: Visit = nothing, lock: Lock | None = None) -> list[int]:
@@ -170,23 +249,21 @@ class State:
         moving = [step for step in steps if step is not None]
         if moving:
             self.require_intact()
+        now, digests = self._digest, []
         after = iter(self._update(moving, visit) if moving else ())
-        digests = []
         for step in steps:
-            if step is not None:
-                self._digest = next(after)
-            digests.append(self._digest)
+            now = now if step is None else next(after)
+            digests.append(now)
         return digests
 
     def _update(self, steps: Sequence[Any], visit: Visit) -> list[int]:
-        self._torn = True  # stays so when anything below raises, an interrupt included
         totals = [0] * len(steps)
-        for part in self.parts:
-            digests = self.kernels.update(part.master, steps, part.key, part.region)
-            part.digest = digests[-1]
-            totals = [total + digest for total, digest in zip(totals, digests, strict=True)]
-            visit(part)
-        self._torn = False
+        with self._writing():
+            for part in self.parts:
+                digests = self.kernels.update(part.master, steps, part.key, part.region)
+                part.digest = digests[-1]
+                totals = [total + digest for total, digest in zip(totals, digests, strict=True)]
+                visit(part)
         return [total % U64 for total in totals]
 
     def reset(self, visit: Visit = nothing) -> int:
@@ -194,16 +271,12 @@ class State:
 
         Also mends a state whose update was interrupted. For a fork, `replay` the parents' chains next.
         """
-        self._torn = True
-        digest = 0
-        for spec, values in manifest.tensors(self.folder, [part.spec for part in self.parts]):
-            part = self._by_name[spec.name]
-            part.master.copy_(master_of(values, self.lock.master))
-            part.digest = self._read(part)
-            digest += part.digest
-            visit(part)
-        self._digest = digest % U64
-        self._torn = False
+        with self._writing():
+            for spec, values in manifest.tensors(self.folder, [part.spec for part in self.parts]):
+                part = self._by_name[spec.name]
+                part.master.copy_(master_of(values, self.lock.master))
+                part.digest = self._read(part)
+                visit(part)
         return self._digest
 
     def chunk(self, array: int, first: int, end: int) -> NDArray[np.uint8]:
@@ -216,15 +289,13 @@ class State:
 
         What raises half-way leaves a torn state, to be refilled or `reset`.
         """
-        self._torn = True
-        for array, first, data in pieces:
-            target = self._bytes(array)[first : first + len(data)]
-            target.copy_(torch.from_numpy(np.frombuffer(data, np.uint8).copy()))
-        self._torn = False
-        for part in self.parts:
-            part.digest = self._read(part)
-            visit(part)
-        self._digest = sum(part.digest for part in self.parts) % U64
+        with self._writing():
+            for array, first, data in pieces:
+                target = self._bytes(array)[first : first + len(data)]
+                target.copy_(torch.from_numpy(np.frombuffer(data, np.uint8).copy()))
+            for part in self.parts:
+                part.digest = self._read(part)
+                visit(part)
         return self._digest
 
     def _bytes(self, array: int) -> torch.Tensor:
@@ -271,6 +342,8 @@ class State:
     def require_whole(self) -> None:
         if self._torn:
             raise TornState("an update of the weights was interrupted half-way: load the replica again")
+        if self._host is not None and not (self._host.whole and self._host.writes() == self._seen):
+            raise TornState("the leader of the shared master has begun to write: refresh first")
 
 
 def master_of(values: NDArray[np.float32], dtype: str) -> torch.Tensor:

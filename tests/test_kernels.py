@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from esnode.kernels import create
 from esnode.kernels.interface import Region, Slice
+from esnode.kernels.streamed import StreamedKernels
 from protocol import noise
 from protocol.shaping import MAX_SUM, Step
 from tests.slow_law import (
@@ -28,8 +29,10 @@ from tests.slow_law import (
 )
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
+@pytest.fixture(scope="module", params=[*BACKENDS, "streamed"])
 def kernels(request):
+    if request.param == "streamed":  # every chunk and fold on its way through a "device", which is the CPU
+        return StreamedKernels(create("cpu"), create("cpu"), "cpu", chunk=1000, fold_on_device=True)
     return create(request.param)
 
 

@@ -21,6 +21,7 @@ from esnode.kernels import (
 )
 from esnode.kernels.cpu import CpuKernels
 from esnode.kernels.interface import Region
+from esnode.kernels.streamed import StreamedKernels
 from protocol.shaping import Step
 
 BACKENDS = ["reference", "cpu"]
@@ -28,8 +29,10 @@ TOP = 2**62
 SIGMA = 0.0019989013671875
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
+@pytest.fixture(scope="module", params=[*BACKENDS, "streamed"])
 def kernels(request):
+    if request.param == "streamed":
+        return StreamedKernels(create("cpu"), create("reference"), "cpu", chunk=256, fold_on_device=True)
     return create(request.param)
 
 
@@ -175,6 +178,7 @@ import zlib
 import torch
 from esnode.kernels import create, selftest
 from esnode.kernels.interface import Region
+from esnode.kernels.streamed import StreamedKernels
 out = torch.empty(70000, dtype=torch.int32)
 create("cpu").fill(5, 6, Region.whole(70000, 2**34 - 35000), out)
 print(zlib.crc32(out.numpy().tobytes()))

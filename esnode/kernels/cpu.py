@@ -21,6 +21,7 @@ import torch
 
 from esnode.kernels import cpu_loops as loops
 from esnode.kernels.interface import (
+    OneByOne,
     Region,
     Slice,
     check_address,
@@ -131,7 +132,7 @@ def _restoring(master: torch.Tensor, live: torch.Tensor) -> _Task:
     return _Task(Region.whole(master.numel()), _COPY, work)
 
 
-class CpuKernels:
+class CpuKernels(OneByOne):
     """See `interface.Kernels`. `threads` None follows torch.get_num_threads() at each call. Thread-safe."""
 
     name = "cpu"

@@ -6,7 +6,7 @@ import torch and `protocol` only. Called by `esnode.replica` and by the backends
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -59,6 +59,22 @@ class Region:
             return Region(self.start, 1, self.count, self.count)
         return self
 
+    def pieces(self, most: int) -> Iterator[tuple[int, Region]]:
+        """Parts of at most `most` elements: (position of the first one in the slice, part)."""
+        whole = self.flat()
+        if whole.width > most:
+            for row in range(whole.rows):
+                for first in range(0, whole.width, most):
+                    count = min(most, whole.width - first)
+                    at = whole.start + row * whole.stride + first
+                    yield row * whole.width + first, Region.whole(count, at)
+        elif whole.count:
+            step = most // whole.width
+            for row in range(0, whole.rows, step):
+                rows = min(step, whole.rows - row)
+                at = whole.start + row * whole.stride
+                yield row * whole.width, Region(at, rows, whole.width, whole.stride)
+
 
 @dataclass(frozen=True, slots=True)
 class Slice:
@@ -108,8 +124,34 @@ class Kernels(Protocol):
     def update(self, master: torch.Tensor, steps: Sequence[Step], tid: int, region: Region) -> list[int]:
         """Apply rounds to the master in place, in order, in one pass; this slice's u64 digest after each."""
 
+    def start_update(
+        self, master: torch.Tensor, steps: Sequence[Step], tid: int, region: Region
+    ) -> Callable[[], list[int]]:
+        """`update`, perhaps still in a GPU's current stream; what is returned waits for the digests."""
+
     def digest(self, master: torch.Tensor, tid: int, region: Region) -> int:
         """This slice's share of the state digest: u64, to be summed mod 2^64 over slices."""
+
+
+class OneByOne:
+    """Operations of a backend that gains nothing from seeing several slices, or the future, at once."""
+
+    def perturb_many(self: Kernels, slices: Sequence[Slice], seed: int, sigma: float, sign: int) -> None:
+        """See `Kernels`."""
+        for part in slices:
+            self.perturb(part.master, part.live, seed, part.tid, part.region, sigma, sign)
+
+    def restore_many(self: Kernels, slices: Sequence[Slice]) -> None:
+        """See `Kernels`."""
+        for part in slices:
+            self.restore(part.master, part.live)
+
+    def start_update(
+        self: Kernels, master: torch.Tensor, steps: Sequence[Step], tid: int, region: Region
+    ) -> Callable[[], list[int]]:
+        """See `Kernels`."""
+        digests = self.update(master, steps, tid, region)
+        return lambda: digests
 
 
 def check_master(master: torch.Tensor, region: Region | None = None) -> None:
@@ -117,14 +159,18 @@ def check_master(master: torch.Tensor, region: Region | None = None) -> None:
     _check("master", master, MASTER_DTYPES, region)
 
 
-def check_live(master: torch.Tensor, live: torch.Tensor) -> None:
-    """ValueError unless `live` is contiguous, of a live dtype, as large as the master, on its device."""
+def check_size(master: torch.Tensor, live: torch.Tensor) -> None:
+    """ValueError unless `live` is contiguous, of a live dtype, as large as the master."""
     _check("live", live, LIVE_DTYPES, None)
-    if live.numel() != master.numel() or live.device != master.device:
-        raise ValueError(
-            f"live weights ({live.numel()} on {live.device}) do not match the master "
-            f"({master.numel()} on {master.device})"
-        )
+    if live.numel() != master.numel():
+        raise ValueError(f"live weights ({live.numel()}) do not match the master ({master.numel()})")
+
+
+def check_live(master: torch.Tensor, live: torch.Tensor) -> None:
+    """ValueError unless `live` is as of `check_size` and on the master's device."""
+    check_size(master, live)
+    if live.device != master.device:
+        raise ValueError(f"live weights are on {live.device}, the master is on {master.device}")
 
 
 def check_out(out: torch.Tensor, region: Region) -> None:

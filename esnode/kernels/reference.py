@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from esnode.kernels.interface import (
+    OneByOne,
     Region,
-    Slice,
     check_address,
     check_live,
     check_master,
@@ -127,7 +127,7 @@ def _digest(values: torch.Tensor, tid: int, index: torch.Tensor) -> int:
     return int(x.sum()) % _U64
 
 
-class ReferenceKernels:
+class ReferenceKernels(OneByOne):
     """See `interface.Kernels`. Threads are torch's own; `threads` is accepted and changes nothing."""
 
     name = "reference"
@@ -167,10 +167,6 @@ class ReferenceKernels:
             m = _integers(seed, tid, index, self._table(master.device))
             _store(_load(source[part]) + m.to(torch.float32) * scale, target[part])
 
-    def perturb_many(self, slices: Sequence[Slice], seed: int, sigma: float, sign: int) -> None:
-        for part in slices:
-            self.perturb(part.master, part.live, seed, part.tid, part.region, sigma, sign)
-
     def restore(self, master: torch.Tensor, live: torch.Tensor) -> None:
         check_master(master)
         check_live(master, live)
@@ -178,10 +174,6 @@ class ReferenceKernels:
         for first in range(0, master.numel(), CHUNK):
             part = slice(first, first + CHUNK)
             _store(_load(source[part]), target[part])
-
-    def restore_many(self, slices: Sequence[Slice]) -> None:
-        for part in slices:
-            self.restore(part.master, part.live)
 
     def update(self, master: torch.Tensor, steps: Sequence[Step], tid: int, region: Region) -> list[int]:
         check_address(0, tid)

@@ -7,7 +7,7 @@ does not depend on it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -16,8 +16,8 @@ import triton
 
 from esnode.kernels import triton_loops as loops
 from esnode.kernels.interface import (
+    OneByOne,
     Region,
-    Slice,
     check_address,
     check_live,
     check_master,
@@ -75,7 +75,7 @@ def _signed32(value: int) -> int:
     return value - (1 << 32) if value >= 1 << 31 else value
 
 
-class TritonKernels:
+class TritonKernels(OneByOne):
     """See `interface.Kernels`. `threads` is accepted and changes nothing."""
 
     name = "triton"
@@ -83,11 +83,21 @@ class TritonKernels:
     def __init__(self, threads: int | None = None) -> None:
         self.threads = threads
         self._tables: dict[torch.device, torch.Tensor] = {}
+        self._rounds: tuple[Any, Any, tuple[torch.Tensor, ...]] = (None, None, ())
+        self._scale: tuple[Any, Any, Any] = (None, None, None)
 
     def _table(self, device: torch.device) -> torch.Tensor:
         if device not in self._tables:
             self._tables[device] = torch.from_numpy(noise.TABLE.view("int32").copy()).to(device)
+            _settle(device)
         return self._tables[device]
+
+    def _factor(self, value: float, device: torch.device) -> torch.Tensor:
+        """The scale of the noise on the device, kept for the next tensor of the same member."""
+        if self._scale[:2] != (value, device):
+            self._scale = (value, device, torch.tensor([value], dtype=torch.float32, device=device))
+            _settle(device)
+        return self._scale[2]  # type: ignore[no-any-return]
 
     def _launches(
         self, region: Region, device: torch.device
@@ -130,7 +140,7 @@ class TritonKernels:
         check_master(master, region)
         check_live(master, live)
         device = master.device
-        scale = torch.tensor([noise_scale(sigma, sign)], dtype=torch.float32, device=device)
+        scale = self._factor(noise_scale(sigma, sign), device)
         source, target = _bits(master), _bits(live)
         with _on(device):
             for offset, programs, block, place in self._launches(region, device):
@@ -146,10 +156,6 @@ class TritonKernels:
                     BLOCK=block,
                     enable_fp_fusion=False,
                 )
-
-    def perturb_many(self, slices: Sequence[Slice], seed: int, sigma: float, sign: int) -> None:
-        for part in slices:
-            self.perturb(part.master, part.live, seed, part.tid, part.region, sigma, sign)
 
     def restore(self, master: torch.Tensor, live: torch.Tensor) -> None:
         check_master(master)
@@ -168,64 +174,57 @@ class TritonKernels:
                 enable_fp_fusion=False,
             )
 
-    def restore_many(self, slices: Sequence[Slice]) -> None:
-        for part in slices:
-            self.restore(part.master, part.live)
-
     def update(self, master: torch.Tensor, steps: Sequence[Step], tid: int, region: Region) -> list[int]:
+        return self.start_update(master, steps, tid, region)()
+
+    def start_update(
+        self, master: torch.Tensor, steps: Sequence[Step], tid: int, region: Region
+    ) -> Callable[[], list[int]]:
         check_address(0, tid)
         check_master(master, region)
-        digests: list[int] = []
-        for first in range(0, len(steps), MOST_STEPS):
-            digests += self._update(master, steps[first : first + MOST_STEPS], tid, region)
-        return digests
+        fused = [tuple(steps[first : first + MOST_STEPS]) for first in range(0, len(steps), MOST_STEPS)]
+        totals = [self._fold(master, batch, tid, region) for batch in fused]
+        return lambda: [value % _U64 for total in totals for value in total.tolist()]
 
-    def _update(self, master: torch.Tensor, steps: Sequence[Step], tid: int, region: Region) -> list[int]:
+    def _fold(self, master: torch.Tensor, steps: tuple[Step, ...], tid: int, region: Region) -> torch.Tensor:
+        """Launch the update of every piece; the digest after each step, as int64 on the device."""
         device, bits = master.device, _bits(master)
-        seeds = [seed for step in steps for seed in step.seeds]
-        weights = [c for step in steps for c in step.c]
-        begins = [0, *accumulate(len(step.seeds) for step in steps)]
-        integers = torch.tensor(weights + begins + [sum(step.c) for step in steps], dtype=torch.int32).to(
-            device
-        )
-        weights_at, begins_at, odds_at = integers.split([len(weights), len(begins), len(steps)])
-        factors = torch.tensor([2.0**-step.shift for step in steps], dtype=torch.float32, device=device)
-        keys = (*_low_high(seeds, device), weights_at, begins_at, odds_at, factors)
-        rounding = _low_high([step.rounding_seed for step in steps], device)
-        return self._fold(bits, master.dtype == torch.bfloat16, keys, rounding, len(steps), tid, region)
-
-    def _fold(
-        self,
-        bits: torch.Tensor,
-        narrow: bool,
-        keys: tuple[torch.Tensor, ...],
-        rounding: tuple[torch.Tensor, torch.Tensor],
-        steps: int,
-        tid: int,
-        region: Region,
-    ) -> list[int]:
-        """Launch the update of every piece; the digest after each step."""
-        device = bits.device
-        total = torch.zeros(steps, dtype=torch.int64, device=device)
+        constants = self._of_steps(steps, device)
+        total = torch.zeros(len(steps), dtype=torch.int64, device=device)
         with _on(device):
             for offset, programs, block, place in self._launches(region, device):
-                sums = torch.empty((max(steps, 1), programs), dtype=torch.int64, device=device)
+                sums = torch.empty((max(len(steps), 1), programs), dtype=torch.int64, device=device)
                 loops.update[(programs,)](
                     bits[offset:],
                     self._table(device),
-                    *keys,
-                    *rounding,
+                    *constants,
                     sums,
-                    steps,
+                    len(steps),
                     programs,
                     _signed32(tid),
                     *place,
-                    NARROW=narrow,
+                    NARROW=master.dtype == torch.bfloat16,
                     BLOCK=block,
                     enable_fp_fusion=False,
                 )
-                total += sums[:steps].sum(dim=1)
-        return [value % _U64 for value in total.tolist()]
+                total += sums[: len(steps)].sum(dim=1)
+        return total
+
+    def _of_steps(self, steps: tuple[Step, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
+        """What the update reads of its rounds, on the device: kept for the next tensor of the same rounds,
+        since every copy from a program's own memory waits for the device.
+        """
+        if self._rounds[:2] != (steps, device):
+            seeds = [seed for step in steps for seed in step.seeds]
+            weights = [c for step in steps for c in step.c]
+            begins = [0, *accumulate(len(step.seeds) for step in steps)]
+            integers = torch.tensor(weights + begins + [sum(step.c) for step in steps], dtype=torch.int32)
+            lists = integers.to(device).split([len(weights), len(begins), len(steps)])
+            factors = torch.tensor([2.0**-step.shift for step in steps], dtype=torch.float32, device=device)
+            rounding = _low_high([step.rounding_seed for step in steps], device)
+            self._rounds = (steps, device, (*_low_high(seeds, device), *lists, factors, *rounding))
+            _settle(device)
+        return self._rounds[2]
 
     def digest(self, master: torch.Tensor, tid: int, region: Region) -> int:
         check_address(0, tid)
@@ -244,6 +243,12 @@ class TritonKernels:
                 )
                 total += int(sums.sum())
         return total % _U64
+
+
+def _settle(device: torch.device) -> None:
+    """Wait for a constant to be there: other streams will read it too."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _on(device: torch.device) -> Any:

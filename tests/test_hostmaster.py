@@ -1,0 +1,182 @@
+"""Masters in shared host memory: equal bits to masters on the device, one writer, readers that only read."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from esnode import hostmaster, memory
+from esnode.hostmaster import HostMaster, HostMasterUnavailable, Layout, NotLeader
+from esnode.kernels import create
+from esnode.kernels.cpu import CpuKernels
+from esnode.kernels.interface import Kernels
+from esnode.kernels.streamed import StreamedKernels, passes_through
+from esnode.state import State, TornState
+from protocol.lock import Lock
+from tests import tiny
+
+BOTH = pytest.mark.parametrize("master", ["float32", "bfloat16"])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write(tmp_path_factory.mktemp("host") / "llama")
+
+
+def layout(run: Lock) -> Layout:
+    sizes = {spec.name: int(np.prod(spec.shape)) for spec in run.manifest if spec.trained}
+    return Layout.of(run, sizes)
+
+
+def leader(run: Lock, folder: Path, kernels: Kernels | None = None) -> State:
+    return State.load(run, folder, kernels or CpuKernels(), host=HostMaster.create(layout(run)))
+
+
+def reader(run: Lock, folder: Path, of: State) -> State:
+    assert of.host_path is not None
+    return State.load(run, folder, CpuKernels(), host=HostMaster.attach(of.host_path, layout(run)))
+
+
+def streamed(fold_on_device: bool) -> Kernels:
+    return StreamedKernels(
+        create("cpu"), create("reference"), "cpu", chunk=777, fold_on_device=fold_on_device
+    )
+
+
+def masters(state: State) -> dict[str, bytes]:
+    return {part.spec.name: part.master.view(torch.uint8).numpy().tobytes() for part in state.parts}
+
+
+# ---------------------------------------------------------------- equal bits
+
+
+@BOTH
+@pytest.mark.parametrize("fold_on_device", [True, False])
+def test_fifty_rounds_leave_the_bits_of_a_device_master(
+    folder: Path, master: str, fold_on_device: bool
+) -> None:
+    run = tiny.lock(folder, master=master)
+    chain, _ = tiny.chain(run, folder, 50)
+    here = State.load(run, folder, CpuKernels())
+    there = leader(run, folder, streamed(fold_on_device))
+    for first in range(0, len(chain.entries), 7):
+        batch = chain.entries[first : first + 7]
+        assert here.apply(batch) == there.apply(batch)
+    assert masters(here) == masters(there)
+    assert here.digest() == there.digest() == there.recompute_digest()
+
+
+@BOTH
+def test_a_reader_sees_what_the_leader_wrote(folder: Path, master: str) -> None:
+    run = tiny.lock(folder, master=master)
+    chain, _ = tiny.chain(run, folder, 3)
+    first = leader(run, folder)
+    second = reader(run, folder, first)
+    assert not second.leads and second.digest() == run.digest
+    first.apply(chain.entries)
+    seen: list[str] = []
+    assert second.refresh(lambda part: seen.append(part.spec.name)) == first.digest() != run.digest
+    assert len(seen) == len(second.parts) and second.damaged() == ()
+    assert masters(first) == masters(second)
+    late = reader(run, folder, first)
+    assert late.digest() == first.digest() == late.recompute_digest()
+
+
+def test_another_process_reads_the_same_bits(folder: Path, tmp_path: Path) -> None:
+    run = tiny.lock(folder)
+    chain, _ = tiny.chain(run, folder, 2)
+    first = leader(run, folder)
+    first.apply(chain.entries)
+    (tmp_path / "lock.json").write_bytes(run.to_bytes())
+    program = (
+        "import sys, pathlib\n"
+        "from esnode.kernels.cpu import CpuKernels\n"
+        "from protocol.lock import lock_from_bytes\n"
+        "from tests.test_hostmaster import HostMaster, State, layout\n"
+        "run = lock_from_bytes(pathlib.Path(sys.argv[1]).read_bytes())\n"
+        "host = HostMaster.attach(sys.argv[3], layout(run))\n"
+        "state = State.load(run, sys.argv[2], CpuKernels(), host=host)\n"
+        "print(state.recompute_digest())\n"
+        "state.parts[0].master[0] = 1\n"  # the system does not let it
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "lock.json"), str(folder), str(first.host_path)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == [str(first.digest())], done.stderr
+    assert done.returncode < 0 and first.damaged() == ()
+
+
+# ---------------------------------------------------------------- misuse and accidents
+
+
+def test_a_reader_writes_nothing(folder: Path) -> None:
+    run = tiny.lock(folder)
+    chain, _ = tiny.chain(run, folder, 1)
+    first = leader(run, folder)
+    second = reader(run, folder, first)
+    for change in (lambda: second.apply(chain.entries), second.reset, lambda: second.refill([])):
+        with pytest.raises(NotLeader):
+            change()
+    assert second.digest() == first.digest() == run.digest
+
+
+def test_a_reader_waits_for_refresh_after_a_write(folder: Path) -> None:
+    run = tiny.lock(folder)
+    chain, _ = tiny.chain(run, folder, 1)
+    first = leader(run, folder)
+    second = reader(run, folder, first)
+    first.apply(chain.entries)
+    with pytest.raises(TornState, match="refresh first"):
+        second.require_whole()
+    second.refresh()
+    second.require_whole()
+
+
+def test_what_an_interrupted_leader_leaves_is_not_used(folder: Path) -> None:
+    run = tiny.lock(folder)
+    chain, _ = tiny.chain(run, folder, 1)
+    first = leader(run, folder)
+    second = reader(run, folder, first)
+
+    def interrupt(part: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        first.apply(chain.entries, interrupt)
+    for attempt in (second.require_whole, second.refresh, lambda: reader(run, folder, first)):
+        with pytest.raises(TornState):
+            attempt()
+    assert first.reset() == second.refresh() == run.digest
+
+
+def test_only_the_same_master_can_be_attached_to(folder: Path, tmp_path: Path) -> None:
+    run = tiny.lock(folder)
+    first = leader(run, folder)
+    with pytest.raises(HostMasterUnavailable, match="not a shared master of this run"):
+        HostMaster.attach(str(first.host_path), layout(tiny.lock(folder, master="bfloat16")))
+    (tmp_path / "file").write_bytes(bytes(10))
+    with pytest.raises(HostMasterUnavailable, match="not a shared master of this run"):
+        HostMaster.attach(str(tmp_path / "file"), layout(run))
+    gone = str(first.host_path)
+    del first
+    with pytest.raises(HostMasterUnavailable, match="the process that leads it is gone"):
+        HostMaster.attach(gone, layout(run))
+
+
+def test_too_little_host_memory_is_told_before_any_is_taken(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "available", lambda device="cpu": hostmaster.SPARE)
+    monkeypatch.setattr(hostmaster.os, "memfd_create", lambda *arguments: pytest.fail("taken before asking"))
+    with pytest.raises(HostMasterUnavailable, match=r"needs 0\.\d GB of host memory .* --master device"):
+        leader(tiny.lock(folder), folder)
+
+
+def test_where_rounds_are_folded_follows_threads_and_members() -> None:
+    assert passes_through(30, 4, threads=16) and passes_through(30, 2, threads=64)
+    assert not passes_through(1, 4, threads=32)  # one member: a few cores are as fast as the link
+    assert passes_through(0, 4, threads=1) and not passes_through(0, 4, threads=8)  # a digest
