@@ -2,7 +2,8 @@
 
 A process of its own at low priority, so that serving costs the node's work little and never waits behind it.
 It serves snapshots from their files and ledger entries from the node's ledger to keys of the chain's roster,
-directly and through the relay. Nothing is sent that was not asked for: a question is a grant of credit.
+directly and through the relay; ledger and task data also to whoever holds a signing key that the ledger
+trusts (a successor, see `salvage.py`). Nothing is sent unasked: a question is a grant of credit.
 Talks JSON lines with the daemon (`peers.py`) and ends with its stdin.
 """
 
@@ -28,9 +29,10 @@ from esnode.checkpoint import FOLDER
 from esnode.lines import say
 from esnode.policy import Pace
 from esnode.snapshot import Reader, SnapshotError
+from esnode.taskdata import TaskData
 from protocol import envelope, keys, wire, zmtp
 from protocol.keys import curve_public, parse_public, read_curve
-from protocol.messages import Entries, Fetch, Message
+from protocol.messages import BlobAsk, Entries, Fetch, Message
 from protocol.peers import SLICE, Head, HeadAsk, PartAsk, PartData, Sorry
 from protocol.rolls import Rolls
 
@@ -93,6 +95,7 @@ class Donor:
         """`rate`: bytes per second to all peers together, 0 for no limit."""
         self._secret = read_curve(folder / "curve.key")
         self._rolls = Rolls(folder / "node.ledger", always)
+        self._task = TaskData(folder.parent.parent)
         self._shelf = Shelf(folder)
         self._pace = Pace(rate)
         self._free = 0.0
@@ -183,7 +186,7 @@ class Donor:
 
     def _hear(self, route: Route, key: bytes, body: bytes) -> None:
         """One question of a peer. Whoever is not on the roster (any more) gets no answer."""
-        if key not in self._rolls.keys or len(body) > MAX_ASK:
+        if not self._admits(key) or len(body) > MAX_ASK:
             return
         try:
             message: Message = wire.decode(body, "peer")
@@ -191,10 +194,14 @@ class Donor:
             return
         if isinstance(message, Fetch):
             raws = self._rolls.entries(message.first, message.count, ENTRIES_BYTES)
-            if raws:
-                self._say(route, Entries(message.first, wire.fitting(raws)))
-        elif isinstance(message, HeadAsk | PartAsk):
+            self._say(route, Entries(message.first, wire.fitting(raws)))
+        elif isinstance(message, BlobAsk):
+            self._say(route, self._task.part(message))
+        elif isinstance(message, HeadAsk | PartAsk) and key in self._rolls.keys:
             self._enqueue(route, message)
+
+    def _admits(self, key: bytes) -> bool:
+        return key in self._rolls.keys or key in self._rolls.heirs
 
     def _enqueue(self, route: Route, ask: HeadAsk | PartAsk) -> None:
         if route not in self._queues and len(self._queues) >= MOST_ROUTES:
@@ -289,7 +296,7 @@ class Donor:
         while self._zap.poll(0):
             version, request, _domain, _address, _identity, mechanism, *proof = self._zap.recv_multipart()
             key = proof[0] if mechanism == b"CURVE" and proof else b""
-            known = key in self._rolls.keys
+            known = self._admits(key)
             answer = (b"200", b"OK", key.hex().encode()) if known else (b"400", b"not on the roster", b"")
             self._zap.send_multipart([version, request, *answer, b""])
 

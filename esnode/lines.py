@@ -1,7 +1,7 @@
 """Connections from a receiver to donors: direct ones, and the one through the relay.
 
 Shell. Lives here: DEALER sockets with the donor's key pinned, and in words why a way does not come about;
-and the lines both peer processes write for the daemon. Called by `receiver.py` and `donor.py`.
+and the lines both peer processes write for the daemon. Called by `receiver.py`, `donor.py` and `salvage.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from protocol.peers import SLICE
 
 DIRECT_SECONDS = 3.0  # how long a direct connection may take before the relay is used
 RETRY_RELAYED = 3.0  # a peer the relay did not find may just be reconnecting to it
-MAX_BODY = SLICE + 4096
+MOST = max(SLICE + 4096, envelope.MAX_FRAME)
 BATCH = 64  # messages taken per turn
 _ENVELOPES = 256  # bytes of credit per message beyond its data
 _WATCHED = (
@@ -33,6 +33,11 @@ _WATCHED = (
     | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
     | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
     | zmq.Event.HANDSHAKE_FAILED_AUTH
+)
+_HANDSHAKES = (
+    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL,
+    zmq.Event.HANDSHAKE_FAILED_PROTOCOL,
+    zmq.Event.HANDSHAKE_FAILED_AUTH,
 )
 _WHY = {
     zmq.Event.CONNECTED: "it accepts connections and stays silent",
@@ -54,17 +59,21 @@ def say(**words: Any) -> None:
 class Wire:
     """One DEALER socket to one address, and how its connection stands."""
 
-    def __init__(self, context: zmq.Context[Any], secret: bytes, key: bytes, address: str) -> None:
+    def __init__(
+        self, context: zmq.Context[Any], secret: bytes, key: bytes, address: str, most: int = MOST
+    ) -> None:
+        """`most`: bytes of the largest message taken."""
         self.address = address
         self.up = False
         self.reason = "no answer at all"
+        self.failed = False  # in a handshake: that says more than the retries after it
         self._dealer: zmq.Socket[Any] = context.socket(zmq.DEALER)
         for option, value in (
             (zmq.IMMEDIATE, 1),
             (zmq.SNDHWM, 1024),  # small questions only, bounded by the window
             (zmq.RCVHWM, zmtp.HIGH_WATER),
             (zmq.LINGER, zmtp.LINGER_MS),
-            (zmq.MAXMSGSIZE, max(MAX_BODY, envelope.MAX_FRAME)),
+            (zmq.MAXMSGSIZE, most),
             (zmq.CONNECT_TIMEOUT, zmtp.CONNECT_TIMEOUT_MS),
             (zmq.HANDSHAKE_IVL, zmtp.HANDSHAKE_MS),
             (zmq.RECONNECT_IVL, zmtp.RECONNECT_MS),
@@ -89,11 +98,12 @@ class Wire:
         while self._monitor.poll(0):
             event = zmq.Event(parse_monitor_message(self._monitor.recv_multipart())["event"])
             if event == zmq.Event.HANDSHAKE_SUCCEEDED:
-                self.up = True
+                self.up, self.failed = True, False
             elif event in _WHY:
                 if event == zmq.Event.DISCONNECTED:
                     self.up = False
-                if not self.up:
+                self.failed = self.failed or event in _HANDSHAKES
+                if not self.up and (event in _HANDSHAKES or not self.failed):
                     self.reason = _WHY[event]
 
     def send(self, body: bytes) -> bool:

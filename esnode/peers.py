@@ -21,9 +21,11 @@ from typing import Any
 from esnode import joined, nodeoptions, room
 from esnode.duty import read_policy
 from esnode.events import Event
+from esnode.folder import write_file
 from esnode.nodeoptions import Options
 from esnode.policy import MBIT
 from esnode.room import Room
+from esnode.salvage import PEER_FILE
 from esnode.snapshotevents import (
     Fetched,
     FetchFailed,
@@ -32,7 +34,7 @@ from esnode.snapshotevents import (
     PeerPoisoned,
     PeerReached,
 )
-from protocol import zmtp
+from protocol import keys, zmtp
 from protocol.peers import MOST_ADDRESSES
 
 START_SECONDS = 10.0  # until the donor has said where it listens
@@ -261,6 +263,9 @@ def open_peers(
     if options.peer_port is None and joined.read(options.run) is None:
         return peers, ()
     addresses = peers.serve(coordinator, options.peer_port or 0)
+    key = keys.curve_public(nodeoptions.own_key(options.folder))
+    lines = [f"{address}/{key.hex()}\n" for address in addresses]
+    write_file(options.folder / PEER_FILE, "".join(lines).encode())
     log.info("peers may dial %s", ", ".join(addresses) or "nowhere")
     return peers, addresses
 

@@ -10,11 +10,11 @@ import hashlib
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import NoReturn
 
-from esnode import begin, children, folder, planfile
+from esnode import begin, children, folder, planfile, salvage
 from esnode.begin import Request
 from esnode.folder import RunFolder, write_file
 from esnode.tell import Tell
@@ -22,6 +22,9 @@ from protocol import keys, ledger, plan
 from protocol.errors import UserError
 from protocol.lock import Lock
 from protocol.plan import Ops, Plan
+
+_RECOVERED = "recovered"  # folder of what was fetched from nodes
+_NO_RUN = {".busy", _RECOVERED}  # what a start leaves that was killed before there was a run
 
 
 class ServeError(UserError):
@@ -38,18 +41,19 @@ class Order:
     rounds: int | None = None
     code: Path | None = None
     allow: Sequence[str] = ()
-    recover: Path | None = None  # the ledger of a run whose coordinator is lost
+    recover: Sequence[str] = ()  # ledgers, or nodes, of a run whose coordinator is lost
+    survivor: Path | None = None  # the ledger that came of it, see `recover`
 
 
 def take(order: Order) -> tuple[RunFolder, int]:
     """The folder, and the descriptor that keeps `esnode run` and other coordinators out of it."""
     place = RunFolder(order.data)
     if not place.is_run:
-        if order.source is None and order.recover is None:
+        if order.source is None and not order.recover:
             raise ServeError(
                 f"{order.data} holds no run yet: name its plan, `esnode coordinator serve PLAN`."
             )
-        if order.data.exists() and any(entry.name != ".busy" for entry in _entries(order.data)):
+        if order.data.exists() and {entry.name for entry in _entries(order.data)} - _NO_RUN:
             raise ServeError(
                 f"{order.data} exists and is no run folder. Choose a new or empty one with --data."
             )
@@ -57,15 +61,26 @@ def take(order: Order) -> tuple[RunFolder, int]:
     return place, folder.occupy(place, "--data")
 
 
+def recover(place: RunFolder, order: Order, tell: Tell) -> Order:
+    """The order with the ledger file that a successor begins with; one that has begun fetches nothing."""
+    if not order.recover:
+        return order
+    folder = place.path / _RECOVERED
+    kept = folder / salvage.FILE
+    if place.is_run and kept.exists() and (place.coordinator / "journal.sqlite").exists():
+        return replace(order, survivor=kept)
+    return replace(order, survivor=salvage.bring(order.recover, begin.signing_seed(), folder, tell))
+
+
 def settle(place: RunFolder, order: Order, tell: Tell) -> Lock:
     """Bring the folder to the point where it can be served. ServeError when it is another plan's."""
     found = planfile.read(order.source) if order.source is not None else None
-    if isinstance(found, Lock) and order.recover is None:
+    if isinstance(found, Lock) and order.survivor is None:
         _from_lock(place, found, order)
-    elif found is not None and place.is_run and order.recover is None:
+    elif found is not None and place.is_run and order.survivor is None:
         _same_plan(place, found, order)
-    if order.recover is not None:
-        _from_ledger(place, order.recover, found, order)
+    if order.survivor is not None:
+        _from_ledger(place, order.survivor, found, order)
     fresh = not place.is_run
     source = order.source if fresh else None
     try:

@@ -14,7 +14,13 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-from nacl.bindings import crypto_scalarmult_base
+from nacl.bindings import (
+    crypto_scalarmult_base,
+    crypto_sign_ed25519_pk_to_curve25519,
+    crypto_sign_ed25519_sk_to_curve25519,
+    crypto_sign_seed_keypair,
+)
+from nacl.exceptions import RuntimeError as SodiumError
 
 from protocol.errors import UserError
 
@@ -62,6 +68,23 @@ def write_signing(path: Path, seed: bytes) -> None:
 def curve_public(secret: bytes) -> bytes:
     """The 32-byte public half of a CURVE secret key; it is a node's identity."""
     return bytes(crypto_scalarmult_base(secret))
+
+
+def heir_secret(seed: bytes) -> bytes:
+    """The CURVE secret by which the holder of a signing seed reads a ledger at a node's peer socket.
+
+    The same secret number on the curve's other form (libsodium's conversion), so its public half follows from
+    the signing key that a lock names, and nobody has to be told another key.
+    """
+    return bytes(crypto_sign_ed25519_sk_to_curve25519(crypto_sign_seed_keypair(seed)[1]))
+
+
+def heir_public(signing: bytes) -> bytes:
+    """The CURVE public key that follows from a public signing key; b"" when that is no point of the curve."""
+    try:
+        return bytes(crypto_sign_ed25519_pk_to_curve25519(signing))
+    except SodiumError:
+        return b""
 
 
 def user_signing_file() -> Path:

@@ -89,7 +89,7 @@ class Fetch(Message, frozen=True):
 
 
 class Entries(Message, frozen=True):
-    """Ledger entries as stored, from height `first`. Signatures make the source irrelevant."""
+    """Ledger entries as stored, from height `first`; none: there are no more. Signed, whoever sends them."""
 
     first: int
     entries: tuple[bytes, ...]
@@ -206,7 +206,7 @@ class Enrolled(Message, frozen=True):
 
 
 class BlobAsk(Message, frozen=True):
-    """node -> coordinator, also before Hello: a part of a blob known by its digest.
+    """To the coordinator, also before Hello, or to a node's peer socket: a part of a blob by its digest.
 
     The lock goes by the run id (BLAKE2b-256), the task's data by the lock's SHA-256. It may be the first
     thing said on a connection, so it offers a range of wire versions as Hello does.
@@ -219,7 +219,7 @@ class BlobAsk(Message, frozen=True):
 
 
 class Blob(Message, frozen=True):
-    """coordinator -> node: bytes from `offset` on of a blob of `total` bytes, at most `BLOB_PART` of them."""
+    """The answer: bytes from `offset` on of a blob of `total` bytes, at most `BLOB_PART` of them."""
 
     digest: bytes
     offset: int
@@ -328,7 +328,7 @@ class Rule:
 
     tag: int
     type: type[Message]
-    sender: str  # "node", "coordinator", "peer" (a node to a node) or "any"
+    sender: str  # "node", "coordinator", "peer" (to or from a peer socket), two of them, or "any"
     limit: int  # largest encoded size in bytes
     answer: str  # what answers it, for the reader
 
@@ -356,8 +356,8 @@ SCHEMA: tuple[Rule, ...] = (
     Rule(17, Bye, "coordinator", 2 * _KB, ""),
     Rule(18, Enrol, "node", 512, "Enrolled, Refuse"),
     Rule(19, Enrolled, "coordinator", 64, ""),
-    Rule(22, BlobAsk, "node", 64, "Blob, Refuse"),
-    Rule(23, Blob, "coordinator", BLOB_PART + 128, ""),
+    Rule(22, BlobAsk, "node, peer", 64, "Blob, Refuse, Sorry"),
+    Rule(23, Blob, "coordinator, peer", BLOB_PART + 128, ""),
     Rule(26, DigestAsk, "coordinator", 2 * _KB, "TensorDigests"),
     Rule(27, TensorDigests, "node", 24 * _KB, ""),
     Rule(28, Rederive, "coordinator", 3 * _KB, "Rederived"),

@@ -11,8 +11,20 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from protocol.entries import GENESIS, MalformedEntry, RosterBody, parse, split
+from protocol.entries import (
+    GENESIS,
+    AmendBody,
+    CommitBody,
+    Entry,
+    LockBody,
+    MalformedEntry,
+    RosterBody,
+    parse,
+    split,
+)
+from protocol.keys import heir_public
 from protocol.ledger import MAGIC
+from protocol.lock import lock_from_bytes
 
 LOOK_SECONDS = 0.5
 
@@ -34,6 +46,15 @@ class Rolls:
         self._roster: dict[int, bytes] = {}
         self._places: list[tuple[int, int]] = []  # (offset, length) of every entry
         self._keys: frozenset[bytes] = self._always
+        self._round = 0
+        self._trusted: list[tuple[int, int, tuple[bytes, ...]]] = []  # (from round, place, signing keys)
+        self._heirs: frozenset[bytes] = frozenset()
+
+    @property
+    def heirs(self) -> frozenset[bytes]:
+        """CURVE keys of those who hold a signing key that the ledger trusts now (`keys.heir_public`)."""
+        self._look()
+        return self._heirs
 
     @property
     def keys(self) -> frozenset[bytes]:
@@ -90,11 +111,24 @@ class Rolls:
                 return False
             self._tip = entry.hash
             self._places.append((self._offset + place, len(raw)))
-            if isinstance(entry.body, RosterBody):
-                for number in entry.body.revoked:
-                    self._roster.pop(number, None)
-                self._roster.update({admission.number: admission.key for admission in entry.body.admitted})
+            self._heed(entry)
             place += len(raw)
         self._offset += place
         self._keys = self._always | frozenset(self._roster.values())
+        begun = [row for row in self._trusted if row[0] <= self._round]
+        self._heirs = frozenset(map(heir_public, max(begun)[2] if begun else ())) - {b""}
         return True
+
+    def _heed(self, entry: Entry) -> None:
+        body = entry.body
+        if isinstance(body, RosterBody):
+            for number in body.revoked:
+                self._roster.pop(number, None)
+            self._roster.update({admission.number: admission.key for admission in body.admitted})
+        elif isinstance(body, CommitBody):
+            self._round += 1
+        elif isinstance(body, LockBody):
+            trusted = lock_from_bytes(body.lock).trusted
+            self._trusted.append((0, -1, tuple(bytes.fromhex(key) for key in trusted)))
+        elif isinstance(body, AmendBody) and body.trusted:
+            self._trusted.append((body.from_round, len(self._trusted), body.trusted))

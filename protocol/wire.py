@@ -144,7 +144,7 @@ def _rule(frame: bytes, sender: str) -> Rule:
     rule = RULE_BY_TAG.get(tag)
     if rule is None:
         raise MalformedMessage("no message of this wire version: unknown tag or no array")
-    if rule.sender not in ("any", sender):
+    if rule.sender != "any" and sender not in rule.sender.split(", "):
         raise MalformedMessage(f"{rule.type.__name__} does not come from a {sender}")
     if len(frame) > rule.limit:
         raise OversizedMessage(f"{rule.type.__name__} of {len(frame)} bytes, the limit is {rule.limit}")

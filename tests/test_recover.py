@@ -82,7 +82,7 @@ def test_a_successors_folder_from_a_ledger(tmp_path: Path, monkeypatch: pytest.M
     with Processes(old) as processes:
         processes.coordinator()
         wait_for(lambda: (old / "run.ledger").exists() and ledger.read(old / "run.ledger").chain.height)
-    order = Order(data=tmp_path / "heir", recover=old / "run.ledger", rounds=5)
+    order = Order(data=tmp_path / "heir", survivor=old / "run.ledger", rounds=5)
     place = RunFolder(order.data)
     place.path.mkdir()
     with pytest.raises(ServeError, match="does not trust this user's signing key"):

@@ -128,7 +128,7 @@ EXAMPLES: tuple[Message, ...] = (
 
 def sender_of(message: Message) -> str:
     sender = RULE_BY_TYPE[type(message)].sender
-    return "node" if sender == "any" else sender
+    return "node" if sender == "any" else sender.split(", ")[0]
 
 
 # ---------------------------------------------------------------- round trips

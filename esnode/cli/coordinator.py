@@ -64,9 +64,10 @@ def key() -> None:
 )
 @click.option(
     "--recover-from",
-    type=click.Path(path_type=Path, dir_okay=False, exists=True),
-    metavar="LEDGER",
-    help="Be the successor of a lost coordinator, from a ledger file that survived (no address).",
+    multiple=True,
+    metavar="LEDGER|tcp://PEER",
+    help="Be the successor of a lost coordinator, from a ledger file that survived or from a node that did, "
+    "tcp://HOST:PORT/KEY as its folder's file `peer` says; may be repeated, the strongest ledger counts.",
 )
 @click.option("--force", is_flag=True, help="A successor does not wait for those who did the recent work.")
 @click.option("--metrics", metavar="[HOST:]PORT", help="Numbers for Prometheus there; loopback if no HOST.")
@@ -92,7 +93,7 @@ def serve(
     task_data: Path | None,
     code: Path | None,
     allow: tuple[str, ...],
-    recover_from: Path | None,
+    recover_from: tuple[str, ...],
     force: bool,
     metrics: str | None,
     relay: str | None,
@@ -112,6 +113,7 @@ def serve(
       esnode coordinator serve --bind tcp://[::]:5555 --advertise train.example.org --data runs/mine
       esnode coordinator serve lock.json --task-data task.jsonl --rounds 300 --data runs/mine
       esnode coordinator serve --recover-from node.ledger --rounds 300 --data runs/heir
+      esnode coordinator serve --recover-from tcp://10.0.0.7:40123/9f86d0... --rounds 300 --data runs/heir
     """
     from rich.console import Console
 
@@ -136,13 +138,14 @@ def serve(
     )
     place, descriptor = serving.take(order)
     with progress.bars(Console(stderr=True)) as tell:
+        order = serving.recover(place, order, tell)
         serving.settle(place, order, tell)
     first = not (place.coordinator / "journal.sqlite").exists()
     words = ["--bind", bind, "--invites", str(int(first and not plain) if invites is None else invites)]
     words += ["--metrics", metrics] if metrics else []
     words += ["--relay", relay] if relay else []
     words += ["--relay-mbit", str(relay_mbit)] if relay_mbit else []
-    words += ["--recover-from", str(recover_from)] if recover_from else []
+    words += ["--recover-from", str(order.survivor)] if order.survivor else []
     words += ["--force"] if force else []
     for address in advertise:
         words += ["--advertise", address]
