@@ -19,12 +19,16 @@ class MemoryShort(UserError):
     """A model that does not fit into the memory there is."""
 
 
-def available(device: str = "cpu") -> int:
-    """Bytes that can be allocated now: the least of the system's and the control groups' free memory."""
+def available(device: str = "cpu", sharing: int = 1) -> int:
+    """Bytes that can be allocated now: the least of the system's and the control groups' free memory.
+
+    Of a GPU that several engines share, each may take its part.
+    """
     if device != "cpu":
         import torch
 
-        return int(torch.cuda.mem_get_info(device)[0])
+        free, total = torch.cuda.mem_get_info(device)
+        return int(min(free, total // sharing))
     return min([_system(), *_control_groups()])
 
 
@@ -75,14 +79,23 @@ def _room(group: Path, limit: str, used: str, cache: str) -> int:
 
 def require(plan: MemoryPlan, model: str) -> None:
     """MemoryShort, with the sums, when the plan needs more than is available."""
-    if plan.total > plan.available:
+    if plan.on_device > plan.available:
+        host = " Where the host has room, --master host keeps the master there." if not plan.host else ""
         raise MemoryShort(
-            f"{model} needs {_gb(plan.total)} of memory (master {_gb(plan.master)}, live weights "
-            f"{_gb(plan.live)}, work "
-            f"{_gb(plan.other)}) and {_gb(plan.available)} are free. Use a smaller model, master = "
-            f'"bfloat16", or train '
-            "fewer tensors ([run.train])."
+            f"{model} needs {_gb(plan.on_device)} of memory (master {_gb(plan.master - plan.host)}, live "
+            f"weights {_gb(plan.live)}, work {_gb(plan.other)}) and {_gb(plan.available)} are free. Use a "
+            f'smaller model, master = "bfloat16", or train fewer tensors ([run.train]).{host}'
         )
+
+
+def words(plan: MemoryPlan) -> str:
+    """The plan in a line, for the log."""
+    parts = f"live weights {_gb(plan.live)}, work {_gb(plan.other)}"
+    if not plan.host:
+        parts = f"master {_gb(plan.master)}, {parts}" if plan.master else f"{parts}; shared master"
+    else:
+        parts += f"; master {_gb(plan.host)} in host memory of {_gb(plan.host_available)} free"
+    return f"{_gb(plan.on_device)} needed, {_gb(plan.available)} free ({parts})"
 
 
 def _gb(size: int) -> str:

@@ -18,11 +18,26 @@ from protocol.lock import Lock, LockError, lock_from_bytes
 
 FIRST_CONTACT_SECONDS = 60.0  # how long a coordinator may take to appear
 ENGINES = ("transformers", "vllm")
+MASTERS = ("auto", "device", "host")
 DEFAULT_LOADER = "esnode.workshop:load"
 
 
 class FolderMissing(UserError):
     """The run's folder lacks what a node needs from it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What an engine is told about its master. `attach`: the path of one that another process leads, to be
+    read only; `sharing`: how many engines this one's GPU is shared by.
+    """
+
+    master: str = "auto"
+    attach: str | None = None
+    sharing: int = 1
+
+
+DEFAULT = Wish()
 
 
 @dataclass(frozen=True)
@@ -43,6 +58,7 @@ class Options:
     peer_port: int | None = None  # of the peer socket, 0: any; None: only a joined machine has one
     peer_mbit: float = 0.0  # what donating may take; 0: the policy's limit
     catch_up: str = "auto"  # or "replay", "snapshot"
+    wish: Wish = DEFAULT  # where the master lies
 
     @property
     def folder(self) -> Path:
@@ -69,6 +85,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
     parser.add_argument("--peer-port", type=int, help="port that serves snapshots to other nodes; 0: any")
     parser.add_argument("--peer-mbit", type=float, default=0.0, help="limit of serving; 0: the policy's")
     parser.add_argument("--catch-up", choices=("auto", "replay", "snapshot"), default="auto")
+    parser.add_argument("--master", choices=MASTERS, default=MASTERS[0], help="where the master lies")
     found = parser.parse_args(arguments)
     if not found.name or "/" in found.name or found.name.startswith("."):
         parser.error(f"--name {found.name!r} is no file name")
@@ -87,6 +104,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
         peer_port=found.peer_port,
         peer_mbit=found.peer_mbit,
         catch_up=found.catch_up,
+        wish=Wish(found.master),
     )
 
 

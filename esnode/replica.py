@@ -18,6 +18,7 @@ from torch import nn
 
 from esnode import manifest
 from esnode.engines.interface import MemoryPlan
+from esnode.hostmaster import HostMaster
 from esnode.kernels.interface import Kernels, Slice
 from esnode.slicemap import Views
 from esnode.state import DTYPES, Part, Pieces, State
@@ -41,12 +42,14 @@ class Replica:
         kernels: Kernels,
         *,
         device: str = "cpu",
+        host: HostMaster | None = None,
     ) -> None:
         """Fill a model from its checkpoint. `views` maps stored names to its memory; both come from
         `slicemap.build`.
 
         A view of another dtype than the lock's live dtype (a model computed in float32 because the CPU is
-        slow in bf16) receives the same rounded values. Errors as of `State.load`.
+        slow in bf16) receives the same rounded values. `host` holds the masters if not `device`. Errors as of
+        `State.load`.
         """
         self._views = views
         self._live = DTYPES[lock.live_dtype]
@@ -57,7 +60,7 @@ class Replica:
         ]
         self._scratch = torch.empty(max(sizes, default=0), dtype=self._live, device=device)
         self.state = State.load(
-            lock, folder, kernels, device=device, frozen=self._freeze, visit=self._restore_part
+            lock, folder, kernels, device=device, host=host, frozen=self._freeze, visit=self._restore_part
         )
 
     def _direct(self, name: str) -> bool:
@@ -123,6 +126,10 @@ class Replica:
         master.
         """
         return self.state.apply(entries, self._restore_part)
+
+    def refresh(self) -> int:
+        """Live weights of what the leader of a shared master wrote; D. Errors as of `State.refresh`."""
+        return self.state.refresh(self._restore_part)
 
     def reset(self) -> int:
         """Masters and live weights of the base checkpoint again; its D."""

@@ -20,6 +20,7 @@ from esnode.engines.interface import MemoryPlan
 from esnode.engines.replica_engine import ReplicaEngine
 from esnode.events import About
 from esnode.kernels import pick, selftest_digest
+from esnode.memory import words
 from esnode.models import ModelFolder
 from esnode.nodeoptions import Options
 from esnode.rederive import Rederiver
@@ -58,9 +59,18 @@ class Workshop:
         self._worker = worker
         self._scorer = scorer
 
+    @property
+    def host_path(self) -> str | None:
+        """What the workshops of other engines attach to (`placement.Wish`), of a master in host memory."""
+        return self._engine.host_path
+
     def digest(self) -> int:
         """D of the master."""
         return self._engine.digest()
+
+    def refresh(self) -> int:
+        """Take over what the leader of a shared master has written; D. Nothing may write meanwhile."""
+        return self._engine.refresh()
 
     def apply(self, entries: Sequence[Entry]) -> list[int]:
         """Fold entries into the master; D after each."""
@@ -138,7 +148,7 @@ def load(options: Options, lock: Lock) -> Workshop:
     prepared = locking.prepare(lock, model.path, data, code=options.code)
 
     def tell(memory: MemoryPlan) -> None:
-        log.info("memory: %.2f GB needed, %.2f GB free", memory.total / 1e9, memory.available / 1e9)
+        log.info("memory: %s", words(memory))
         if joined.read(options.run):
             duty.read_policy().admit_memory(memory.total)
 
@@ -152,9 +162,10 @@ def load(options: Options, lock: Lock) -> Workshop:
         backend=options.backend,
         device=device,
         report=tell,
+        wish=options.wish,
     )
     ancestors = ancestry.ancestors(lock, options.run / "parents")
-    for chain, upto in ancestors:
+    for chain, upto in ancestors if engine.leads else ():
         engine.replay(chain, upto)
     scorer = locking.scorer(lock, data, code=options.code)
     versions = f"esnode {__version__}, torch {torch.__version__}, numpy {np.__version__}"

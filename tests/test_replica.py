@@ -327,7 +327,7 @@ def test_an_interrupted_update_cannot_be_used(
 
 
 def test_a_model_that_does_not_fit(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "available", lambda device="cpu": 1_000_000)
+    monkeypatch.setattr(memory, "available", lambda device="cpu", sharing=1: 1_000_000)
     monkeypatch.setattr(slicemap, "build", lambda *arguments: pytest.fail("allocated before asking"))
     told: list[MemoryPlan] = []
     with pytest.raises(memory.MemoryShort, match=r"needs 0\.5 GB of memory .* 0\.0 GB are free"):

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from esnode.engines.interface import MemoryPlan
 
 
 @click.group()
@@ -24,6 +29,11 @@ def bench() -> None:
 @click.option(
     "--engine", type=click.Choice(["transformers", "vllm"]), default="transformers", show_default=True
 )
+@click.option(
+    "--master",
+    type=click.Choice(["auto", "device", "host"]),
+    help="Where the master lies [default: on the GPU if it fits, else in host memory].",
+)
 @click.option("--code", type=click.Path(path_type=Path, file_okay=False), help="Folder of a python: task.")
 @click.option(
     "--trace", type=click.Path(path_type=Path, dir_okay=False), help="Write a timeline for Perfetto."
@@ -36,6 +46,7 @@ def node(
     members: int,
     threads: int | None,
     engine: str,
+    master: str | None,
     code: Path | None,
     trace: Path | None,
     as_json: bool,
@@ -52,13 +63,14 @@ def node(
     """
     from esnode import bench as measuring
     from esnode.daemon import limit_threads
-    from esnode.nodeoptions import cores
+    from esnode.nodeoptions import Wish, cores
 
     limit_threads(threads or cores())
     from esnode.workshop import engine_loader
 
     chosen = measuring.read_plan(plan, task, model)
-    found = measuring.measure(chosen, engine_loader(engine), members, threads=threads, code=code)
+    load = partial(engine_loader(engine), wish=Wish(master or "auto"), report=_ignore if as_json else _say)
+    found = measuring.measure(chosen, load, members, threads=threads, code=code)
     if trace is not None:
         measuring.write_trace(found, trace)
     if as_json:
@@ -68,3 +80,13 @@ def node(
         click.echo(line)
     if trace is not None:
         click.echo(f"  timeline: {trace}, open it at https://ui.perfetto.dev")
+
+
+def _say(plan: MemoryPlan) -> None:
+    from esnode import memory
+
+    click.echo(f"memory: {memory.words(plan)}")
+
+
+def _ignore(plan: MemoryPlan) -> None:
+    """Whoever reads JSON wants nothing else."""

@@ -19,6 +19,11 @@ import click
     "--engine", type=click.Choice(["transformers", "vllm"]), help="What decodes [default: transformers]."
 )
 @click.option(
+    "--master",
+    type=click.Choice(["auto", "device", "host"]),
+    help="Where the master lies [default: on the GPU if it fits, else in host memory].",
+)
+@click.option(
     "--backend", type=click.Choice(["cpu", "triton", "reference"]), help="Kernels [default: the fastest]."
 )
 @click.option("--gpus", metavar="all|INDEX", help="Work on this CUDA device.")

@@ -31,16 +31,22 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes an engine will allocate, told before it does."""
+    """Bytes an engine will allocate, told before it does. `host`: what of the master is in host memory."""
 
     master: int
     live: int
     other: int
     available: int
+    host: int = 0
+    host_available: int = 0
 
     @property
     def total(self) -> int:
         return self.master + self.live + self.other
+
+    @property
+    def on_device(self) -> int:
+        return self.total - self.host
 
 
 StopCheck = Callable[[], bool]

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 def require_base(lock: Lock, replica: Replica, folder: Path) -> None:
     """WrongBase unless the replica is the state the lock starts from; a fork's is made by its parents."""
-    if lock.parent is None and replica.digest() != lock.digest:
+    if lock.parent is None and replica.state.leads and replica.digest() != lock.digest:
         raise WrongBase(
             f"{folder} is not the base model {lock.model!r} of this run: its digest is "
             f"{replica.digest():016x}, the run starts from {lock.digest:016x}. Name the folder, GGUF file or "
@@ -105,6 +105,21 @@ class ReplicaEngine(ABC):
         """
         self.forget()
         return self._replica.apply(entries)
+
+    @property
+    def leads(self) -> bool:
+        """Whether the master is this engine's to write: else `apply` and all that move it raise NotLeader."""
+        return self._replica.state.leads
+
+    @property
+    def host_path(self) -> str | None:
+        """What other engines attach to, of a master in host memory."""
+        return self._replica.state.host_path
+
+    def refresh(self) -> int:
+        """Live weights of what the leader of a shared master wrote meanwhile; D."""
+        self.forget()
+        return self._replica.refresh()
 
     def reset(self) -> int:
         """Read the base checkpoint again; its D. For a fork, `replay` the parents' chains next."""

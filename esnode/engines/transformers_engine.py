@@ -14,14 +14,14 @@ import torch
 import transformers
 from torch import nn
 
-from esnode import kernels as kernel_registry
-from esnode import memory, slicemap
+from esnode import memory, placement, slicemap
 from esnode.engines.decode import Decoder, limits
 from esnode.engines.interface import MemoryPlan, Sampling, StopCheck, never
 from esnode.engines.replica_engine import ReplicaEngine, require_base
 from esnode.engines.shortage import loading
 from esnode.kernels.interface import Kernels
 from esnode.manifest import check
+from esnode.nodeoptions import DEFAULT, Wish
 from esnode.replica import Replica, memory_plan
 from esnode.state import DTYPES
 from protocol.lock import Lock
@@ -102,6 +102,7 @@ def load(
     compute: str | None = None,
     report: Report = silent,
     checked: bool = True,
+    wish: Wish = DEFAULT,
 ) -> TransformersEngine:
     """The lock's base model in a ready engine. For a fork, `replay` the parents' chains next.
 
@@ -109,8 +110,9 @@ def load(
     where there is one; `compute` overrides the dtype of the model's arithmetic, by default the live dtype
     where the CPU is fast in it and float32 (on the same rounded weights) where it is not. `report` is told
     the memory plan before anything is allocated. Not `checked`: whatever values the folder holds are the
-    right ones, as for a lock that no run has. Raises manifest.WrongBase, memory.MemoryShort,
-    slicemap.SliceError, state.StateError.
+    right ones, as for a lock that no run has. `wish` is about the place of the master. Raises
+    manifest.WrongBase, memory.MemoryShort, hostmaster.HostMasterUnavailable, slicemap.SliceError,
+    state.StateError.
     """
     folder = Path(folder)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -119,17 +121,19 @@ def load(
     arithmetic = DTYPES[compute or compute_dtype(lock.live_dtype, device)]
     specs = check(folder, lock)
     work = BATCH_BYTES[_kind(device)] // 4  # usual batches stay far below the bound of one
-    plan = memory_plan(lock, arithmetic, work, memory.available(device))
+    free = memory.available(device, wish.sharing)
+    plan = placement.settle(memory_plan(lock, arithmetic, work, free), device, wish)
     report(plan)
     memory.require(plan, lock.model)
 
-    kernels = kernel_registry.pick(device, backend)
+    host = placement.open_master(lock, plan, device, wish)
+    kernels = placement.pick(device, backend, host)
     model, views = slicemap.build(folder, specs, arithmetic, device)
-    replica = Replica(model, views, lock, folder, kernels, device=device)
+    replica = Replica(model, views, lock, folder, kernels, device=device, host=host)
     if checked:
         require_base(lock, replica, folder)
     bound = BATCH_BYTES[_kind(device)]
-    pack = plan.total + plan.live <= plan.available  # faster, with the same bits, where there is room
+    pack = plan.on_device + plan.live <= plan.available  # faster, with the same bits, where there is room
     decoder = Decoder(model, limits(model, bound), device, pack)
     return TransformersEngine(lock, replica, decoder, kernels, _fingerprint(lock, device, arithmetic), plan)
 

@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from esnode import kernels as kernel_registry
-from esnode import memory, slicemap
+from esnode import memory, placement, slicemap
 from esnode.engines import vllm_canary
 from esnode.engines.interface import Cancelled, MemoryPlan, Sampling, StopCheck, never
 from esnode.engines.replica_engine import ReplicaEngine, require_base
 from esnode.engines.shortage import loading
 from esnode.kernels.interface import Kernels
 from esnode.manifest import check
+from esnode.nodeoptions import DEFAULT, Wish
 from esnode.replica import Replica, memory_plan
 from esnode.state import DTYPES
 from protocol.errors import UserError
@@ -209,6 +209,7 @@ def load(
     backend: str | None = None,
     device: str | None = None,
     report: Report = lambda plan: None,
+    wish: Wish = DEFAULT,
 ) -> VllmEngine:
     """The lock's base model in a ready engine, whose canary passed. For a fork, `replay` the parents next.
 
@@ -220,14 +221,16 @@ def load(
     version = _require_supported()
     specs = check(folder, lock)
     live = DTYPES[lock.live_dtype]
-    plan = memory_plan(lock, live, CACHE_BYTES[kind], memory.available(device))
+    free = memory.available(device, wish.sharing)
+    plan = placement.settle(memory_plan(lock, live, CACHE_BYTES[kind], free), device, wish)
     report(plan)
     memory.require(plan, lock.model)
-    kernels = kernel_registry.pick(device, backend)
+    host = placement.open_master(lock, plan, device, wish)
+    kernels = placement.pick(device, backend, host)
     engine = _start(lock, folder, kind, threads)
     model = _model_of(engine)
     views = slicemap.probe(model, folder, specs, partial(_through_loader, engine, model), live)
-    replica = Replica(model, views, lock, folder, kernels, device=device)
+    replica = Replica(model, views, lock, folder, kernels, device=device, host=host)
     require_base(lock, replica, folder)
     made = VllmEngine(lock, replica, engine, kernels, _fingerprint(lock, device, version), plan)
     vllm_canary.check(made, replica, partial(_through_loader, engine, model))

@@ -1,0 +1,64 @@
+"""Where a replica's master lies: on the device beside the live weights, or in shared host memory.
+
+Decided from the memory plan before anything is allocated. On the GPU if it fits there with everything else,
+else in pinned host memory, one for all engines of the machine, streamed through the device; an option
+overrules it. Called by the engines' loaders.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import replace
+
+from esnode import hostmaster, kernels, memory
+from esnode.engines.interface import MemoryPlan
+from esnode.hostmaster import HostMaster, Layout
+from esnode.kernels.interface import Kernels
+from esnode.kernels.streamed import BUFFERS, CHUNK, StreamedKernels
+from esnode.nodeoptions import Wish
+from protocol.lock import Lock
+
+log = logging.getLogger(__name__)
+
+
+def settle(plan: MemoryPlan, device: str, wish: Wish) -> MemoryPlan:
+    """The plan with its master where it shall be. Nothing is refused here: see `memory.require`."""
+    host = replace(
+        plan,
+        other=plan.other + (0 if device == "cpu" else 4 * BUFFERS * CHUNK),
+        host=plan.master,
+        host_available=memory.available() - (plan.total - plan.master if device == "cpu" else 0),
+    )
+    if wish.attach is not None:  # its memory is taken already
+        return replace(host, master=0, host=0)
+    if wish.master == "host":
+        return host
+    tight = plan.total > plan.available and device != "cpu"
+    fits = host.host + hostmaster.SPARE <= host.host_available and host.on_device <= host.available
+    return host if wish.master == "auto" and tight and fits else plan
+
+
+def open_master(lock: Lock, plan: MemoryPlan, device: str, wish: Wish) -> HostMaster | None:
+    """The host memory that a settled plan asks for, new or another process's; None for one on the device.
+
+    HostMasterUnavailable when it cannot be had.
+    """
+    if wish.attach is None and not plan.host:
+        return None
+    layout = Layout.of(lock, {spec.name: math.prod(spec.shape) for spec in lock.manifest if spec.trained})
+    if wish.attach is None:
+        found = HostMaster.create(layout, device)
+    else:
+        found = HostMaster.attach(wish.attach, layout, device)
+    if found.obstacle is not None:
+        log.warning(found.obstacle)
+    return found
+
+
+def pick(device: str, backend: str | None, host: HostMaster | None) -> Kernels:
+    """The kernels for a master that is there: those of the device, or those that stream through it."""
+    chosen = kernels.pick(device, backend)
+    if host is None or device == "cpu":
+        return chosen
+    return StreamedKernels(chosen, kernels.pick("cpu"), device)
