@@ -29,7 +29,6 @@ from protocol.lock import Lock
 from protocol.messages import Ack, Evidence, EvidenceAsk, Kind, Message, Result, Unit
 
 RECENT = 2 * REFERENCES + 2  # results remembered as references
-QUEUE = 2  # units a node holds, an audit among them
 SMALL_POOL = 16  # nodes up to which every result may look at all of them for a second node
 LONGEST_WAIT = 60.0  # seconds a complete round waits at most for a second result
 ASK_AGAIN = 3.0
@@ -44,7 +43,7 @@ def on_result(turn: Turn, peer: bytes, result: Result) -> None:
     audits = turn.audits
     if not share or not turn.secret or result.unit.kind != Kind.MEMBER:
         return
-    half = Half(peer, result.unit, result.evidence, result.sums)
+    half = _half(turn, peer, result)
     cases = tuple(case if case.second else case.with_reference(half) for case in audits.cases)
     if _chosen(turn, result.unit, share) and len(turn.alive) > 1:
         case = Case(result.unit.round, half)
@@ -54,6 +53,12 @@ def on_result(turn: Turn, peer: bytes, result: Result) -> None:
         turn.count("audits begun")
     turn.set(audits=replace(audits, cases=cases, recent=(*audits.recent, half)[-RECENT:]))
     give_out(turn, None if len(turn.nodes) <= SMALL_POOL else [peer])
+
+
+def _half(turn: Turn, peer: bytes, result: Result) -> Half:
+    known = turn.nodes[peer].hello.fingerprints
+    engine = known[result.engine] if result.engine < len(known) else b""
+    return Half(peer, result.unit, result.evidence, result.sums, engine)
 
 
 def _chosen(turn: Turn, unit: Unit, share: float) -> bool:
@@ -75,7 +80,7 @@ def give_out(turn: Turn, keys: Sequence[bytes] | None = None) -> None:
             (len(node.leases), node.number or 0, key)
             for key, node in nodes.items()
             if key != case.first.key
-            and len(node.leases) < QUEUE
+            and len(node.leases) < membership.depth(node)
             and all(lease.unit != unit for lease in node.leases)
             and membership.standing(node, case.round, turn.now)[0] == READY
         ]
@@ -136,9 +141,9 @@ def on_second(turn: Turn, peer: bytes, result: Result) -> bool:
         node = turn.nodes[peer]
         pace = membership.pace_after(node, held, turn.now)
         tally = replace(node.tally, accepted=node.tally.accepted + 1)
-        turn.set_node(replace(node, pace=pace, done=turn.now, stalled=None, tally=tally))
+        turn.set_node(replace(node, pace=pace, stalled=None, tally=tally))
     turn.send(peer, Ack(result.unit, "ok"))  # nobody is told that it was an audit
-    second = Half(peer, result.unit, result.evidence, result.sums)
+    second = _half(turn, peer, result)
     _ask(turn, _put(turn, case, replace(case, second=second, since=turn.now)))
     return True
 
@@ -235,8 +240,7 @@ def _finish(turn: Turn, case: Case) -> None:
     first, second = case.first, case.second
     sums = audit.Sums()
     if first.done and second.done:
-        a, b = turn.nodes.get(first.key), turn.nodes.get(second.key)
-        alike = a is not None and b is not None and a.hello.fingerprint == b.hello.fingerprint
+        alike = bool(first.engine) and first.engine == second.engine
         span = (turn.lock.reward_high - turn.lock.reward_low) or 1.0
         mine = [half.scores for half in case.mine if half.done]
         theirs = [half.scores for half in case.theirs if half.done]

@@ -20,6 +20,7 @@ class Half(msgspec.Struct, frozen=True):
     unit: Unit
     evidence: bytes  # hash it sent with the result
     sums: tuple[float, ...]
+    engine: bytes  # fingerprint of what measured it, b"" for unknown
     scores: tuple[float, ...] = ()
     done: bool = False  # all scores are here and fit the hash
     fault: str = ""  # why it cannot be used

@@ -8,12 +8,14 @@ resumed run finds the same rewards. A probe moves no weights: it goes out in eve
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 from msgspec.structs import replace
 
+from coordinator import membership
 from coordinator.membership import SUSPECT_AFTER, Lease, Node, median_pace
 from coordinator.rounds import NOBODY, Cells, Round
 from protocol.lock import Lock
@@ -40,6 +42,7 @@ class Pool(msgspec.Struct, frozen=True):
     """Who shares the work, as of the last look at everybody."""
 
     ready: int  # nodes that may take units
+    lanes: int  # of them all
     speed: float = 0.0  # chunks a second of them all; 0 while that of one is not known
     round: int = -1  # of the columns
     columns: Mapping[int, tuple[int, int]] = {}  # roster number -> its chunks of every member
@@ -57,7 +60,7 @@ def next_unit(
     """Work nobody holds yet. `others`: roster numbers of all alive; `room`: chunks it may still take."""
     probe = round.probe
     if probe and probe.free and not _spared(probe, node, others):
-        found = _free_run(probe, -(-len(probe.sums) // max(pool.ready, 1)))
+        found = _free_run(probe, -(-len(probe.sums) // max(pool.lanes, 1)))
         assert found is not None
         return Unit(round.number, Kind.PROBE, 0, *found), "held-out prompts, an even share"
     if not round.free:
@@ -91,10 +94,10 @@ def _first_free(
 
 
 def _width(round: Round, lock: Lock, node: Node, pool: Pool) -> tuple[int, str]:
-    """Chunks of a fresh unit and why: a whole member, or this node's share of the rest where that is less.
+    """Chunks of a fresh unit and why: a whole member, or this lane's share of the rest where that is less.
 
-    The share is by speed, so that nobody begins a long unit just before the others are done. Where batches
-    change answers a member is only split when there are more nodes than members.
+    The share is a lane's, by speed, so that nobody begins a long unit just before the others are done. Where
+    batches change answers a member is only split when there are more nodes than members.
     """
     whole = lock.chunk_count(Kind.MEMBER)
     columns = pool.columns if pool.round == round.number else {}
@@ -103,7 +106,7 @@ def _width(round: Round, lock: Lock, node: Node, pool: Pool) -> tuple[int, str]:
         whole = high - low + 1
     elif not lock.repeatable:
         return whole, "a whole member"
-    share = 1 / (node.pace * pool.speed) if node.pace and pool.speed else 1 / max(pool.ready, 1)
+    share = 1 / (node.pace * pool.speed) if node.pace and pool.speed else 1 / max(pool.lanes, 1)
     width = max(1, min(whole, math.ceil(round.free * share - 1e-9)))
     if width < whole:
         return width, f"its share by speed of what is left, chunks: {round.free}"
@@ -120,7 +123,7 @@ def columns(nodes: Sequence[Node], chunks: int) -> dict[int, tuple[int, int]]:
     if len(numbers) >= chunks:
         return {number: (k % chunks, k % chunks) for k, number in enumerate(numbers)}
     usual = median_pace(list(nodes)) or 1.0
-    speeds = [1 / (node.pace or usual) for node in nodes if node.number is not None]
+    speeds = [node.hello.lanes / (node.pace or usual) for node in nodes if node.number is not None]
     spare, total = chunks - len(numbers), sum(speeds)
     found: dict[int, tuple[int, int]] = {}
     first, ahead = 0, 0.0
@@ -135,7 +138,7 @@ def columns(nodes: Sequence[Node], chunks: int) -> dict[int, tuple[int, int]]:
 def speed_of(nodes: Sequence[Node]) -> float:
     """Chunks a second of all nodes together; 0 while nobody has finished a unit."""
     usual = median_pace(list(nodes))
-    return sum(1 / (node.pace or usual) for node in nodes) if usual else 0.0
+    return sum(node.hello.lanes / (node.pace or usual) for node in nodes) if usual else 0.0
 
 
 def held(round: Round, node: Node) -> int:
@@ -202,10 +205,14 @@ def tail(nodes: Iterable[Node], now: float) -> Tail:
 
 
 def _work_of(node: Node, usual: float | None, now: float) -> Iterator[Outstanding]:
-    end = _left(node, node.leases[0], usual, now)
-    yield Outstanding(node, node.leases[0], 0.0, end, False)
-    for lease in node.leases[1:]:
-        begin, end = end, end + _pace(node, usual) * _chunks(lease.unit)
+    running = membership.running(node)
+    free = sorted(_left(node, lease, usual, now) for lease in running)  # when each lane should be
+    for lease in running:
+        yield Outstanding(node, lease, 0.0, _left(node, lease, usual, now), False)
+    for lease in node.leases[len(running) :]:
+        begin = free.pop(0)
+        end = begin + _pace(node, usual) * _chunks(lease.unit)
+        bisect.insort(free, end)
         yield Outstanding(node, lease, begin, end, True)
 
 
@@ -215,7 +222,7 @@ def rescue(round: Round, lock: Lock, tail: Tail, idle: Node) -> tuple[Rescue | N
     It is taken only when that should end it sooner, by the seconds per chunk observed of both nodes.
     """
     for row in tail.waiting:
-        if not _useful(round, row.lease.unit, idle):
+        if _holds(idle, row.lease.unit) or not _useful(round, row.lease.unit, idle):
             continue
         take, keep = _share(lock, _missing(round, row.lease.unit), idle, row, tail.usual)
         if take is not None:
@@ -224,7 +231,7 @@ def rescue(round: Round, lock: Lock, tail: Tail, idle: Node) -> tuple[Rescue | N
     for row in tail.running:
         if row.end <= WORTH:
             break
-        if not _useful(round, row.lease.unit, idle):
+        if _holds(idle, row.lease.unit) or not _useful(round, row.lease.unit, idle):
             continue
         unit = _missing(round, row.lease.unit)
         if _single(round, unit) and row.end > _pace(idle, tail.usual) * _chunks(unit):
@@ -249,7 +256,7 @@ def _left(node: Node, lease: Lease, usual: float | None, now: float) -> float:
     """Seconds until the node ends its running lease; 0 while nothing is known, endless when silent."""
     if now - node.heard > SUSPECT_AFTER:
         return float("inf")
-    elapsed = max(now - max(lease.since, node.done), 0.0)
+    elapsed = 0.0 if lease.began is None else max(now - lease.began, 0.0)
     known = node.pace is not None or usual is not None
     expected = _pace(node, usual) * _chunks(lease.unit)
     if known and elapsed > INCREDIBLE * expected:
@@ -264,6 +271,17 @@ def _left(node: Node, lease: Lease, usual: float | None, now: float) -> float:
 def _useful(round: Round, unit: Unit, idle: Node) -> bool:
     cells = round.cells(unit)
     return cells is not None and round.needs(unit) and idle.number not in cells.failures
+
+
+def _holds(node: Node, unit: Unit) -> bool:
+    """Whether a node has any chunk of the unit in work."""
+    held = [lease.unit for lease in node.leases]
+    return any(
+        (other.kind, other.member) == (unit.kind, unit.member)
+        and other.first <= unit.last
+        and unit.first <= other.last
+        for other in held
+    )
 
 
 def _single(round: Round, unit: Unit) -> bool:

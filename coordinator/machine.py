@@ -203,12 +203,13 @@ def _expire(turn: Turn) -> None:
     for key, node in state.nodes.items():
         if not node.leases:
             continue
-        running = node.leases[0]
-        verdict = membership.expiry(node, running, state.ops.stall_seconds, pool, state.now)
-        if verdict.ok:
-            turn.take_all(key)
-            turn.set_node(replace(turn.nodes[key], stalled=(running.unit, running.progress)))
-            turn.note("membership", node=node.name, what="leases ended", reason=verdict.reason)
+        for running in membership.running(node):
+            verdict = membership.expiry(node, running, state.ops.stall_seconds, pool, state.now)
+            if verdict.ok:
+                turn.take_all(key)
+                turn.set_node(replace(turn.nodes[key], stalled=(running.unit, running.progress)))
+                turn.note("membership", node=node.name, what="leases ended", reason=verdict.reason)
+                break
 
 
 def _on_message(turn: Turn, peer: bytes, message: Message) -> None:

@@ -7,6 +7,7 @@ Pure. Every decision is a function that returns the verdict and the reason in wo
 from __future__ import annotations
 
 import msgspec
+from msgspec.structs import replace
 
 from protocol.chain import Chain
 from protocol.entries import EntryKind
@@ -33,7 +34,7 @@ READY, SUSPECT, LOST, NEW, BEHIND, STALLED, LEFT, QUARANTINED = (
 
 
 class Lease(msgspec.Struct, frozen=True):
-    """A unit a node is believed to hold. The first of a node's leases is the one it runs.
+    """A unit a node is believed to hold. The first of a node's leases, one per lane, are those it runs.
 
     `sent`: assigned by this process; otherwise learned from the node, which ran it already.
     """
@@ -44,6 +45,7 @@ class Lease(msgspec.Struct, frozen=True):
     moved: float  # when its progress last changed
     progress: int = 0  # thousandths
     sent: bool = True
+    began: float | None = None  # when a lane was free for it; None while it waits
 
 
 class Tally(msgspec.Struct, frozen=True):
@@ -68,8 +70,7 @@ class Node(msgspec.Struct, frozen=True):
     applied: int = -1  # commits its master reflects, -1 unknown
     ms: int = 0  # its last apply
     leases: tuple[Lease, ...] = ()
-    pace: float | None = None  # seconds per chunk of a member
-    done: float = 0.0  # when it last finished a unit
+    pace: float | None = None  # seconds per chunk of a member, in one lane
     stalled: tuple[Unit, int] | None = None  # the unit that stood still, at this progress
     left: str = ""  # the reason it gave for leaving
     astray: int | None = None  # entries its ledger shares with the chain before leaving it; None: all
@@ -180,13 +181,33 @@ def expiry(node: Node, running: Lease, stall: float, pool: float | None, now: fl
     if silent > LOST_AFTER:
         return Verdict(True, f"silent for {silent:.0f} s")
     limit = max(stall, STALL_FACTOR * (usual_seconds(node, running.unit, pool) or 0.0))
-    still = now - max(running.moved, node.done)
+    began = now if running.began is None else running.began
+    still = now - max(running.moved, began)
     if still > limit:
         return Verdict(True, f"no progress for {still:.0f} s, the limit is {limit:.0f} s")
-    taken = now - max(running.since, node.done)
+    taken = now - began
     if taken > LONGEST_FACTOR * limit:
         return Verdict(True, f"no result for {taken:.0f} s, the limit is {LONGEST_FACTOR * limit:.0f} s")
     return Verdict(False, "")
+
+
+def depth(node: Node) -> int:
+    """Units a node holds: one running in each lane, and one that waits."""
+    return node.hello.lanes + 1
+
+
+def running(node: Node) -> tuple[Lease, ...]:
+    """The leases a node is believed to run."""
+    return node.leases[: node.hello.lanes]
+
+
+def holding(node: Node, leases: tuple[Lease, ...], now: float) -> Node:
+    """The node with these leases. Those that came to have a lane free for them begin."""
+    lanes, placed = node.hello.lanes, list(leases)
+    for k, lease in enumerate(leases):
+        if (lease.began is None) == (k < lanes):
+            placed[k] = replace(lease, began=now if k < lanes else None)
+    return replace(node, leases=tuple(placed))
 
 
 def without(leases: tuple[Lease, ...], unit: Unit) -> tuple[Lease | None, tuple[Lease, ...]]:
@@ -200,8 +221,8 @@ def without(leases: tuple[Lease, ...], unit: Unit) -> tuple[Lease | None, tuple[
 def pace_after(node: Node, lease: Lease, now: float) -> float | None:
     """The node's pace after it finished a lease. Only whole observations of members count."""
     pace = node.pace
-    if lease.sent and lease.unit.kind == Kind.MEMBER:
-        seconds = (now - max(lease.since, node.done)) / (lease.unit.last - lease.unit.first + 1)
+    if lease.sent and lease.began is not None and lease.unit.kind == Kind.MEMBER:
+        seconds = (now - lease.began) / (lease.unit.last - lease.unit.first + 1)
         pace = seconds if pace is None else (1 - PACE_WEIGHT) * pace + PACE_WEIGHT * seconds
     return pace
 

@@ -86,7 +86,7 @@ class State(msgspec.Struct, frozen=True):
     quarantined: Mapping[bytes, str] = {}  # CURVE key -> why it gets no units
     nodes: Mapping[bytes, Node] = msgspec.field(default_factory=dict)
     numbers: Mapping[bytes, int] = msgspec.field(default_factory=dict)  # CURVE key -> roster number
-    pool: Pool = Pool(0)  # who shares the work, as of the last tick or membership event
+    pool: Pool = Pool(0, 0)  # who shares the work, as of the last tick or membership event
     decisions: tuple[tuple[float, str], ...] = ()  # the last few about nodes and units: when, and in words
     alive: tuple[int, ...] = ()  # roster numbers of the nodes that are there at all, likewise
     looked: float = float("-inf")  # when idle nodes last looked for something to take over

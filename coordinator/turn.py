@@ -18,7 +18,7 @@ from coordinator.claims import Proof
 from coordinator.enrolment import Guests
 from coordinator.events import Effect, EntryAppended, Note, Persist, Record, Send, Stop
 from coordinator.leases import Pool
-from coordinator.membership import LOST_AFTER, Lease, Node, alive
+from coordinator.membership import LOST_AFTER, Lease, Node, alive, holding
 from coordinator.rounds import Round
 from coordinator.state import State, adopt
 from protocol.chain import Chain
@@ -264,7 +264,8 @@ class Turn:
     def give(self, key: bytes, unit: Unit, why: str) -> None:
         """Lease a unit to a node and tell it."""
         node, now = self.nodes[key], self.now
-        self.set_node(replace(node, leases=(*node.leases, Lease(unit, now, now, now)), why=why))
+        leases = (*node.leases, Lease(unit, now, now, now))
+        self.set_node(holding(replace(node, why=why), leases, now))
         self.round = rounds.lease(self.round, unit, 1)
         self.send(key, Assign(unit, self.round.parent[:8], LEASE_SECONDS))
 
@@ -274,7 +275,7 @@ class Turn:
         held, kept = membership.without(node.leases, unit)
         if held is None:
             return None
-        self.set_node(replace(node, leases=kept))
+        self.set_node(holding(node, kept, self.now))
         self.round = rounds.lease(self.round, unit, -1)
         if tell:
             self.send(key, Cancel(unit))

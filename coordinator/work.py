@@ -22,7 +22,6 @@ from protocol.entries import QUORUM, EndBody
 from protocol.messages import Ack, Assign, Cancel, Failed, Kind, Result, Unit
 
 FEW = 3  # ready nodes from which on the plan's share of a round is a limit
-QUEUE = 2  # units a node holds: one running, one waiting
 RESCUES = 16  # idle nodes that take something over per look: bounds the work of one step
 LOOK_SECONDS = 2e-4  # per node of the pool, from one look at everybody's work to the next
 SMALL_POOL = 16  # nodes up to which every event may look
@@ -98,9 +97,10 @@ def _accept(turn: Turn, peer: bytes, result: Result) -> None:
     held, kept = membership.without(node.leases, unit)
     turn.round = round = rounds.fill(turn.round, node.number, result, int(held is not None))
     tally = replace(node.tally, accepted=node.tally.accepted + 1)
-    node = replace(node, applied=round.number, stalled=None, leases=kept, tally=tally)
+    node = replace(node, applied=round.number, stalled=None, tally=tally)
+    node = membership.holding(node, kept, turn.now)
     if held is not None:
-        node = replace(node, pace=membership.pace_after(node, held, turn.now), done=turn.now)
+        node = replace(node, pace=membership.pace_after(node, held, turn.now))
     turn.set_node(node)
     turn.send(peer, Ack(unit, "ok"))
     turn.note(
@@ -221,7 +221,7 @@ def _closing(turn: Turn) -> tuple[rounds.Closing | None, str]:
 
 
 def assign(turn: Turn, keys: Iterable[bytes] | None = None) -> None:
-    """Give these nodes (all by default) what they can take: one unit each, a waiting one, then the tail."""
+    """Give these nodes (all by default) what they can take: a unit per lane, a waiting one, then the tail."""
     if turn.over:
         return
     chosen = [key for key in (turn.nodes if keys is None else dict.fromkeys(keys)) if _may_work(turn, key)]
@@ -229,10 +229,22 @@ def assign(turn: Turn, keys: Iterable[bytes] | None = None) -> None:
         chosen.sort(key=lambda key: turn.nodes[key].number or 0)
     if keys is None:
         turn.set(pool=_look_at_pool(turn, [turn.nodes[key] for key in chosen]))
-    hungry = chosen
-    for depth in range(1, QUEUE + 1):
-        hungry = [key for key in hungry if len(turn.nodes[key].leases) >= depth or _give_next(turn, key)]
-    _help_out(turn, [key for key in chosen if not turn.nodes[key].leases])
+    _feed(turn, chosen)
+    _help_out(turn, [key for key in chosen if len(turn.nodes[key].leases) < turn.nodes[key].hello.lanes])
+
+
+def _feed(turn: Turn, hungry: list[bytes]) -> None:
+    """Fresh work in turns, first for every lane, so that a unit waits at no node while a lane is idle."""
+    lanes = {key: turn.nodes[key].hello.lanes for key in hungry}
+    for depth in range(1, max(lanes.values(), default=0) + 1):
+        hungry = [
+            key
+            for key in hungry
+            if depth > lanes[key] or len(turn.nodes[key].leases) >= depth or _give_next(turn, key)
+        ]
+    for key in hungry:
+        if len(turn.nodes[key].leases) <= lanes[key]:
+            _give_next(turn, key)
 
 
 def _may_work(turn: Turn, key: bytes) -> bool:
@@ -249,7 +261,8 @@ def _look_at_pool(turn: Turn, ready: list[Node]) -> Pool:
         untouched = round.free == chunks * len(round.members)
         split = untouched and chunks > 1 and len(ready) > len(round.members) > 0
         number, columns = round.number, leases.columns(ready, chunks) if split else {}
-    return Pool(len(ready), leases.speed_of(ready), number, columns)
+    lanes = sum(node.hello.lanes for node in ready)
+    return Pool(len(ready), lanes, leases.speed_of(ready), number, columns)
 
 
 def _give_next(turn: Turn, key: bytes) -> bool:
@@ -321,7 +334,7 @@ def reconcile(turn: Turn, peer: bytes, listed: dict[Unit, int]) -> None:
     for unit, progress in listed.items():
         if unit in kept:
             continue
-        if len(kept) < QUEUE and _useful(turn, peer, unit):
+        if len(kept) < membership.depth(node) and _useful(turn, peer, unit):
             if node.stalled:
                 continue  # its units are anybody's until it moves
             kept[unit] = Lease(unit, now, now, now, progress, sent=False)
@@ -330,7 +343,7 @@ def reconcile(turn: Turn, peer: bytes, listed: dict[Unit, int]) -> None:
             turn.send(peer, Cancel(unit))
     order = {unit: k for k, unit in enumerate(listed)}
     ordered = sorted(kept.values(), key=lambda lease: order.get(lease.unit, len(order)))
-    turn.set_node(replace(node, leases=tuple(ordered)))
+    turn.set_node(membership.holding(node, tuple(ordered), now))
 
 
 def _confirmed(turn: Turn, peer: bytes, lease: Lease, progress: int | None) -> Lease | None:

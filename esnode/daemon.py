@@ -215,30 +215,12 @@ class Daemon:
         match effect:
             case events.Send(message):
                 self._link.send(message)
-            case events.Evaluate(unit, sigma):
-                self._engine.evaluate(unit, sigma)
-            case events.CancelUnit(unit):
-                self._engine.cancel(unit)
-            case events.Apply(entries):
-                self._engine.apply(entries)
-            case events.Rewind(entries):
-                self._engine.rewind(entries)
-            case events.Heal(entries, tensors):
-                self._engine.heal(entries, tensors)
-            case events.Mend(pieces):
-                self._engine.mend(pieces)
-            case events.TakeDigests():
-                self._engine.read()
-            case events.Prove(entries, pieces):
-                self._engine.prove(entries, pieces)
             case snapshotevents.FetchSnapshot():
                 if self._peers is not None:
                     self._peers.fetch(effect)
             case snapshotevents.StopFetch():
                 if self._peers is not None:
                     self._peers.stop_fetch()
-            case snapshotevents.Save(round, entry, digest):
-                self._engine.save(round, entry, digest)
             case events.Store(first, raws):
                 self._notebook.store(first, raws)
             case events.Orphan(first, raws):
@@ -250,6 +232,8 @@ class Daemon:
                 self._log.info("%s", logfile.sentence(kind, fields))
             case events.Stop(reason, code):
                 self._stop(reason, code)
+            case _:
+                reports.ask(self._engine, effect)
 
     def _stop(self, reason: str, code: int) -> None:
         self._stopped = self._stopped or (reason, code)
@@ -258,9 +242,8 @@ class Daemon:
 
     def _hear_engine(self, now: float) -> None:
         _drain(self._wake_in)
-        running = self._engine.progress
-        if running is not None:
-            self._step(events.Progress(now, *running))
+        for unit, thousandths in list(self._engine.progress.items()):
+            self._step(events.Progress(now, unit, thousandths))
         for report in self._engine.reports():
             if isinstance(report, Broken):
                 self._log.error("%s", report.trace)

@@ -148,24 +148,24 @@ class EngineThread:
     """Commands go in by method call, reports come out of `reports`; `wake` is called for each of them."""
 
     def __init__(self, workshop: Workshop, wake: Callable[[], None]) -> None:
-        self.progress: tuple[Unit, int] | None = None  # of the running unit, thousandths
+        self.progress: dict[Unit, int] = {}  # of what runs, thousandths
         self._workshop = workshop
         self._wake = wake
         self._commands: queue.SimpleQueue[Callable[[], Report | None] | None] = queue.SimpleQueue()
         self._reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
-        self._cancelled: Unit | None = None
+        self._cancelled: set[Unit] = set()
         self._quit = threading.Event()
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._thread.start()
 
     def evaluate(self, unit: Unit, sigma: float) -> None:
         """Start a unit; a `Measured` follows."""
-        self._cancelled = None
+        self._cancelled.discard(unit)
         self._commands.put(partial(self._measure, unit, sigma))
 
     def cancel(self, unit: Unit) -> None:
         """End this unit soon; its `Measured` still follows."""
-        self._cancelled = unit
+        self._cancelled.add(unit)
 
     def apply(self, entries: tuple[Entry, ...]) -> None:
         """Fold entries in; a `Folded` follows."""
@@ -245,10 +245,10 @@ class EngineThread:
         from esnode.engines.interface import Cancelled as StoppedEarly  # late: it loads numpy
 
         def stop() -> bool:
-            return self._quit.is_set() or self._cancelled == unit
+            return self._quit.is_set() or unit in self._cancelled
 
         def tell(thousandths: int) -> None:
-            self.progress = (unit, thousandths)
+            self.progress[unit] = thousandths
 
         tell(0)
         try:
@@ -263,7 +263,7 @@ class EngineThread:
             traceback.print_exc()
             return Measured(unit, None, f"{type(error).__name__}: {error}"[:REASON_CHARACTERS])
         finally:
-            self.progress = None
+            self.progress.pop(unit, None)
 
     def _fold(self, entries: tuple[Entry, ...]) -> Report:
         began = time.monotonic()

@@ -5,10 +5,11 @@ Pure: protocol types only. The contract of order, for every shell (daemon and si
 (flushed) before the next effect is performed, so a node never answers a term, or reports an entry, that it
 could forget.
 
-The engine does one thing at a time. `step` asks for the next `Evaluate`, `Apply` or `Rewind` only after the
-last one was answered: `Evaluate` by exactly one of `Evaluated`, `EvaluationFailed`, `Cancelled`; `Apply` by
-`EntriesApplied`; `Rewind` by `Rewound`. `CancelUnit` only asks the running evaluation to end soon; its answer
-is still one of the three.
+The engine evaluates as many units at once as it has lanes. Each `Evaluate` is answered by exactly one of
+`Evaluated`, `EvaluationFailed`, `Cancelled` or `Damaged`; from `Generated` on, which may come before, the
+unit needs the weights no more and its lane is free. Everything else is asked for one at a time and only while
+no unit needs the weights: `Apply` is answered by `EntriesApplied`, `Rewind` by `Rewound`. `CancelUnit` only
+asks a running evaluation to end soon; its answer is still one of those above.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
+from esnode.proofevents import Damaged, Digested, Heal, Mend, Mended, Prove, Proved, TakeDigests
 from esnode.snapshotevents import (
     Fetched,
     FetchFailed,
@@ -43,6 +45,7 @@ class About:
     versions: str = ""  # of esnode and what computes here, for people
     addresses: tuple[str, ...] = ()  # where its peer socket listens; none: it serves nobody
     catch_up: str = "auto"  # the way its owner wants, "replay" or "snapshot"; else the quicker one
+    lanes: int = 1  # units it evaluates at once, 1 to wire.MAX_LANES
 
 
 class Outcome(Protocol):
@@ -75,6 +78,10 @@ class Outcome(Protocol):
     @property
     def scores(self) -> tuple[float, ...]:
         """The per-prompt scores, in order."""
+
+    @property
+    def fingerprint(self) -> bytes:
+        """8 bytes over everything of the engine that may change an answer."""
 
 
 # ---------------------------------------------------------------- events
@@ -115,7 +122,7 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """The engine finished the unit of the last `Evaluate`."""
+    """The engine finished the unit of an `Evaluate`."""
 
     now: float
     unit: Unit
@@ -124,7 +131,7 @@ class Evaluated:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationFailed:
-    """The engine could not evaluate the unit of the last `Evaluate`; the reason in words."""
+    """The engine could not evaluate the unit of an `Evaluate`; the reason in words."""
 
     now: float
     unit: Unit
@@ -133,15 +140,31 @@ class EvaluationFailed:
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """The engine ended the unit of the last `Evaluate` early, because of `CancelUnit`."""
+    """The engine ended the unit of an `Evaluate` early, because of `CancelUnit`."""
 
     now: float
     unit: Unit
 
 
 @dataclass(frozen=True, slots=True)
+class Generated:
+    """All answers of the unit are there and only their scoring is left: its lane is free for the next."""
+
+    now: float
+    unit: Unit
+
+
+@dataclass(frozen=True, slots=True)
+class LanesChanged:
+    """From now on so many units may be evaluated at once, at least one."""
+
+    now: float
+    lanes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Progress:
-    """How far the running unit is, in thousandths. May be sent as often as the shell likes."""
+    """How far a running unit is, in thousandths. May be sent as often as the shell likes."""
 
     now: float
     unit: Unit
@@ -196,45 +219,6 @@ class Resume:
     now: float
 
 
-@dataclass(frozen=True, slots=True)
-class Damaged:
-    """The master is not what was last written to it. Nothing was done: no unit measured, no entry applied.
-
-    Answers `Evaluate` (with its unit) or `Apply` (None).
-    """
-
-    now: float
-    unit: Unit | None
-    tensors: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Mended:
-    """`Heal` or `Mend` is done; D of the master."""
-
-    now: float
-    digest: int
-
-
-@dataclass(frozen=True, slots=True)
-class Digested:
-    """Digests of all pieces, read from memory; tensors that are not what was last written to them."""
-
-    now: float
-    digests: tuple[int, ...]
-    damaged: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Proved:
-    """What the pieces of a `Prove` held when it was asked, and what replay with the reference gives."""
-
-    now: float
-    pieces: tuple[int, ...]
-    held: tuple[int, ...]
-    derived: tuple[int, ...]
-
-
 Event: TypeAlias = (
     Started
     | Tick
@@ -242,6 +226,8 @@ Event: TypeAlias = (
     | Evaluated
     | EvaluationFailed
     | Cancelled
+    | Generated
+    | LanesChanged
     | Progress
     | EntriesApplied
     | Rewound
@@ -272,7 +258,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Evaluate:
-    """Start this unit. The engine is idle and its master stands at the unit's parent.
+    """Start this unit. A lane is free and the master stands at the unit's parent.
 
     `sigma` is the ledger's for that round: the lock's schedule or an amendment. 0 for a probe.
     """
@@ -283,7 +269,7 @@ class Evaluate:
 
 @dataclass(frozen=True, slots=True)
 class CancelUnit:
-    """Ask the running evaluation to end between two decode steps."""
+    """Ask the evaluation of this unit to end between two decode steps."""
 
     unit: Unit
 
@@ -303,37 +289,6 @@ class Rewind:
     """
 
     entries: tuple[Entry, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Heal:
-    """Derive these tensors again from the base and these entries. The engine is idle."""
-
-    entries: tuple[Entry, ...]
-    tensors: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Mend:
-    """Write what the last `Prove` derived for these pieces. The engine is idle."""
-
-    pieces: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class TakeDigests:
-    """Read the digests of all pieces, beside a running evaluation; nothing changes the master meanwhile."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prove:
-    """Note the digests of these pieces now, then derive them from the base and these entries.
-
-    With the `reference` kernel, beside whatever else the node does.
-    """
-
-    entries: tuple[Entry, ...]
-    pieces: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

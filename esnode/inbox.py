@@ -134,8 +134,7 @@ def _on_assign(turn: Turn, message: Assign) -> None:
 
 def _on_cancel(turn: Turn, message: Cancel) -> None:
     turn.set(queue=tuple(work for work in turn.state.queue if work.unit != message.unit))
-    if turn.state.running and turn.state.running.unit == message.unit:
-        turn.cancel_running()
+    turn.cancel_running(message.unit.__eq__)
 
 
 def _on_ack(turn: Turn, message: Ack) -> None:
@@ -201,8 +200,7 @@ def _forget_old_rounds(turn: Turn) -> None:
         ),
         unacked=tuple(sent for sent in state.unacked if sent.result.unit.round >= round),
     )
-    if state.running and state.running.unit.round < round:
-        turn.cancel_running()
+    turn.cancel_running(lambda unit: unit.round < round)
 
 
 _HANDLERS: dict[type[Message], Callable[[Turn, Any], None]] = {

@@ -24,6 +24,8 @@ from esnode.events import (
     Evaluated,
     EvaluationFailed,
     Event,
+    Generated,
+    LanesChanged,
     Leave,
     Outcome,
     Progress,
@@ -40,6 +42,7 @@ from protocol.lock import Lock
 from protocol.messages import RELEASED, RUN_ENDED, Failed, Fetch, Kind, NodeBeat, Release, Result, Unit
 from protocol.seeds import member_seed
 from protocol.shaping import mean_and_std
+from protocol.wire import MAX_ENGINES
 
 __all__ = ["State", "new", "step"]
 
@@ -53,7 +56,7 @@ TELL_EVERY = 4  # beats between repeated words on D: a lost Applied must not be 
 
 def new(lock: Lock, about: About) -> State:
     """A node of this run before its first event: `Started`, or a `Pause` and then `Started`."""
-    return State(lock, about)
+    return State(lock, about, engines=(about.fingerprint,))
 
 
 def step(state: State, event: Event) -> tuple[State, tuple[Effect, ...]]:
@@ -141,25 +144,23 @@ def _beat(turn: Turn) -> None:
 
 
 def _on_evaluated(turn: Turn, event: Evaluated) -> None:
-    running = _ended(turn, event.unit)
+    running = turn.end(event.unit)
     if running.cancelled or turn.state.leaving:
         return turn.note("unit", member=event.unit.member, what="dropped, it was cancelled")
+    fingerprint, engines = event.outcome.fingerprint, turn.state.engines
+    if new := fingerprint not in engines and len(engines) < MAX_ENGINES:
+        turn.set(engines=(*engines, fingerprint))
     result = _result(turn.state, event.unit, event.outcome)
     evidence.keep(turn, event.unit, event.outcome.scores)
     turn.set(unacked=(*turn.state.unacked, Sent(result, turn.state.now)))
+    if new:  # an engine that answers otherwise than those told of: before its result
+        turn.say_hello_again()
     turn.send(result)
-
-
-def _ended(turn: Turn, unit: Unit) -> Running:
-    """The engine is idle again. It answers exactly what it was asked."""
-    running = turn.state.running
-    assert running is not None and running.unit == unit
-    turn.set(running=None)
-    return running
 
 
 def _result(state: State, unit: Unit, outcome: Outcome) -> Result:
     lock, seed = state.lock, 0
+    engines = {fingerprint: k for k, fingerprint in enumerate(state.engines)}
     if unit.kind == Kind.MEMBER:
         seed = member_seed(lock.run_id, unit.round, unit.member, lock.mirrored)
     return Result(
@@ -173,24 +174,34 @@ def _result(state: State, unit: Unit, outcome: Outcome) -> Result:
         tokens=outcome.tokens,
         times=outcome.times,
         evidence=outcome.evidence,
+        engine=engines.get(outcome.fingerprint, MAX_ENGINES),
     )
 
 
 def _on_failed(turn: Turn, event: EvaluationFailed) -> None:
-    running = _ended(turn, event.unit)
+    running = turn.end(event.unit)
     if not running.cancelled and not turn.state.leaving:
         turn.note("failed", member=event.unit.member, reason=event.reason)
         turn.send(Failed(event.unit, event.reason))
 
 
 def _on_cancelled(turn: Turn, event: Cancelled) -> None:
-    _ended(turn, event.unit)
+    turn.end(event.unit)
 
 
 def _on_progress(turn: Turn, event: Progress) -> None:
-    running = turn.state.running
-    if running is not None and running.unit == event.unit:
-        turn.set(running=replace(running, progress=max(0, min(event.thousandths, FINISHED - 1))))
+    turn.change(event.unit, progress=max(0, min(event.thousandths, FINISHED - 1)))
+
+
+def _on_generated(turn: Turn, event: Generated) -> None:
+    turn.change(event.unit, scoring=True)
+
+
+def _on_lanes(turn: Turn, event: LanesChanged) -> None:
+    """The coordinator gives work for so many lanes once it has heard of it."""
+    if event.lanes != turn.state.about.lanes:
+        turn.set(about=replace(turn.state.about, lanes=event.lanes))
+        turn.say_hello_again()
 
 
 def _on_applied(turn: Turn, event: EntriesApplied) -> None:
@@ -242,7 +253,7 @@ def _on_received(turn: Turn, event: Received) -> None:
 
 
 def _go_on(turn: Turn) -> None:
-    """Fetch what is missing, move the master, start the next unit, say farewell when the run is over."""
+    """Fetch what is missing, move the master, start the next units, say farewell when the run is over."""
     _fetch(turn)
     catchup.consider(turn)
     if turn.state.applying or turn.state.rewinding is not None:
@@ -253,7 +264,7 @@ def _go_on(turn: Turn) -> None:
         return _rewind(turn)
     _advance(turn)
     state = turn.state
-    if not state.applying and not state.running and not state.leaving:
+    if not state.applying and not state.leaving:
         _start_next(turn)
     if state.chain.ended and state.applied == state.chain.height and state.until is None:
         turn.tell_applied()
@@ -276,28 +287,32 @@ def _advance(turn: Turn) -> None:
     commits = [k for k, entry in enumerate(pending) if entry.kind is EntryKind.COMMIT]
     if not commits:
         turn.set(applied=state.chain.height)
-    elif state.running is None and not state.leaving and (count := catchup.batch(state, len(commits))):
+    elif not state.busy and not state.leaving and (count := catchup.batch(state, len(commits))):
         entries = tuple(pending[: commits[:count][-1] + 1])
         turn.set(applying=len(entries))
         turn.do(Apply(entries))
 
 
 def _rewind(turn: Turn) -> None:
-    if turn.state.running is None and not turn.state.leaving:
+    if not turn.state.busy and not turn.state.leaving:
         entries = () if turn.state.rewind_far else tuple(turn.state.chain.entries)
         turn.set(rewinding=entries)
         turn.do(Rewind(entries))
 
 
 def _start_next(turn: Turn) -> None:
+    """Give every free lane a unit. One that was cancelled and comes again waits until it has ended."""
     state = turn.state
-    if state.applied < state.chain.height:
+    free = state.about.lanes - state.busy
+    if state.applied < state.chain.height or free <= 0:
         return
-    for k, work in enumerate(state.queue):
-        if work.parent == state.parent and work.unit.round == state.chain.round:
-            turn.set(queue=(*state.queue[:k], *state.queue[k + 1 :]), running=Running(work.unit))
-            sigma = state.chain.sigma_at(work.unit.round) if work.unit.kind == Kind.MEMBER else 0.0
-            return turn.do(Evaluate(work.unit, sigma))
+    ending = [run.unit for run in state.running]
+    ready = [w for w in state.queue if w.parent == state.parent and w.unit.round == state.chain.round]
+    for work in [work for work in ready if work.unit not in ending][:free]:
+        queue = tuple(other for other in turn.state.queue if other is not work)
+        turn.set(queue=queue, running=(*turn.state.running, Running(work.unit)))
+        sigma = state.chain.sigma_at(work.unit.round) if work.unit.kind == Kind.MEMBER else 0.0
+        turn.do(Evaluate(work.unit, sigma))
 
 
 _ON_EVENT: dict[type[Event], Callable[[Turn, Any], None]] = {
@@ -307,6 +322,8 @@ _ON_EVENT: dict[type[Event], Callable[[Turn, Any], None]] = {
     Evaluated: _on_evaluated,
     EvaluationFailed: _on_failed,
     Cancelled: _on_cancelled,
+    Generated: _on_generated,
+    LanesChanged: _on_lanes,
     Progress: _on_progress,
     EntriesApplied: _on_applied,
     Rewound: _on_rewound,

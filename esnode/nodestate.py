@@ -6,11 +6,13 @@ and message handlers ask. Called by `node.py` and `inbox.py`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from esnode.catchup import Catch, Held
-from esnode.events import About, CancelUnit, Effect, Note, Proved, Send, Stop
+from esnode.events import About, CancelUnit, Effect, Note, Send, Stop
+from esnode.proofevents import Proved
 from protocol.chain import Chain
 from protocol.entries import Entry, EntryKind
 from protocol.lock import Lock
@@ -41,11 +43,15 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """The unit the engine evaluates. Its outcome is dropped once `cancelled`."""
+    """A unit that is being evaluated. Its outcome is dropped once `cancelled`.
+
+    `scoring`: it needs the weights no more.
+    """
 
     unit: Unit
     progress: int = 0
     cancelled: bool = False
+    scoring: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +97,8 @@ class State:
     applied: int = 0  # entries the master reflects
     digest: int = 0  # D of the master
     ms: int = 0  # the last apply
-    running: Running | None = None
+    engines: tuple[bytes, ...] = ()  # fingerprints told in Hello; results name theirs by its place
+    running: tuple[Running, ...] = ()
     applying: int = 0  # entries of an Apply that is not answered: the engine is busy
     rewind: bool = False  # the master must go back before anything else is done with it
     rewind_far: bool = False  # to the base, no checkpoint is good enough
@@ -139,11 +146,15 @@ class State:
         return last.round + (last.kind is EntryKind.COMMIT)
 
     @property
+    def busy(self) -> int:
+        """Lanes whose unit still needs the weights: while there is one they must not move."""
+        return sum(not run.scoring for run in self.running)
+
+    @property
     def held(self) -> tuple[tuple[Unit, int], ...]:
-        """Units with progress: the running one, those that wait, those whose result is not acknowledged."""
+        """Units with progress: the running ones, those that wait, those whose result is not acknowledged."""
         held: list[tuple[Unit, int]] = []
-        if self.running and not self.running.cancelled:
-            held.append((self.running.unit, self.running.progress))
+        held += [(run.unit, run.progress) for run in self.running if not run.cancelled]
         held += [(work.unit, 0) for work in self.queue]
         held += [(sent.result.unit, FINISHED) for sent in self.unacked]
         return tuple(held[:UNITS_TOLD])
@@ -187,17 +198,24 @@ class Turn:
                 backend=about.backend,
                 device=about.device,
                 selftest=about.selftest,
-                fingerprint=about.fingerprint,
+                fingerprints=state.engines,
                 height=chain.height,
                 tip=chain.tip if chain.height else b"",
                 digest=state.digest if state.rounds == chain.round and not state.rewind else 0,
                 term=state.term,
                 units=tuple(unit for unit, _ in state.held),
                 proof=state.term_proof,
+                lanes=about.lanes,
             )
         )
         wait = state.hello_wait
         self.set(hello_at=state.now + wait, hello_wait=min(2 * wait, HELLO_LAST))
+
+    def say_hello_again(self) -> None:
+        """What was told of this node has changed."""
+        if self.state.joined:
+            self.set(hello_wait=HELLO_FIRST)
+            self.say_hello()
 
     def tell_applied(self) -> None:
         """D of the master, and where it stands."""
@@ -229,12 +247,23 @@ class Turn:
         entries = self.state.chain.entries
         return (height < len(entries) and entries[height].digest == digest) or height == len(entries)
 
-    def cancel_running(self) -> None:
-        """The running unit's outcome is of no use any more."""
+    def cancel_running(self, useless: Callable[[Unit], bool] = lambda unit: True) -> None:
+        """The outcomes of these running units, or all, are of no use any more."""
+        for run in self.state.running:
+            if not run.cancelled and useless(run.unit):
+                self.change(run.unit, cancelled=True)
+                self.do(CancelUnit(run.unit))
+
+    def end(self, unit: Unit) -> Running:
+        """An evaluation was answered. The engine answers exactly what it was asked."""
+        (ended,) = (run for run in self.state.running if run.unit == unit)
+        self.set(running=tuple(run for run in self.state.running if run is not ended))
+        return ended
+
+    def change(self, unit: Unit, **changes: Any) -> None:
+        """Something of a running unit changed."""
         running = self.state.running
-        if running and not running.cancelled:
-            self.set(running=replace(running, cancelled=True))
-            self.do(CancelUnit(running.unit))
+        self.set(running=tuple(replace(run, **changes) if run.unit == unit else run for run in running))
 
     def check_digest(self) -> None:
         """The next entry states D of the state before it: it must be this replica's."""

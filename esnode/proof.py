@@ -12,8 +12,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from esnode.events import Damaged, Digested, Event, Heal, Mend, Mended, Prove, Proved, TakeDigests
+from esnode.events import Event
 from esnode.nodestate import Turn
+from esnode.proofevents import Damaged, Digested, Heal, Mend, Mended, Prove, Proved, TakeDigests
 from protocol.messages import DigestAsk, Message, Rederive, Rederived, TensorDigests
 from protocol.pieces import pieces_of
 
@@ -127,8 +128,7 @@ def on_damaged(turn: Turn, event: Damaged) -> None:
         assert state.applying
         turn.set(applying=0)
     else:
-        assert state.running is not None and state.running.unit == event.unit
-        turn.set(running=None)
+        turn.end(event.unit)
     if not state.rewind:
         _wounded(turn, event.tensors)
 
@@ -145,7 +145,7 @@ def go_on(turn: Turn) -> bool:
         return True
     if not proof.damaged and proof.mend is None:
         return False
-    if state.running is None and not state.leaving:
+    if not state.busy and not state.leaving:
         _set(turn, mending=True)
         if proof.damaged:
             turn.do(Heal(tuple(state.chain.entries[: state.applied]), proof.damaged))

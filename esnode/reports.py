@@ -1,14 +1,15 @@
-"""What the node's core hears of the engine thread's reports.
+"""The core's effects as commands to the engine, and the engine's reports as events of the core.
 
 Called by `daemon.py`. Says nothing of a broken engine: that is for the shell, which stops.
 """
 
 from __future__ import annotations
 
-from esnode import events, snapshotevents
+from esnode import events, proofevents, snapshotevents
 from esnode.checkpoint import Saved
 from esnode.enginethread import (
     Derived,
+    EngineThread,
     Folded,
     Measured,
     Read,
@@ -19,6 +20,31 @@ from esnode.enginethread import (
 )
 
 
+def ask(engine: EngineThread, effect: events.Effect) -> None:
+    """Ask the engine for what the core wants of it."""
+    match effect:
+        case events.Evaluate(unit, sigma):
+            engine.evaluate(unit, sigma)
+        case events.CancelUnit(unit):
+            engine.cancel(unit)
+        case events.Apply(entries):
+            engine.apply(entries)
+        case events.Rewind(entries):
+            engine.rewind(entries)
+        case proofevents.Heal(entries, tensors):
+            engine.heal(entries, tensors)
+        case proofevents.Mend(pieces):
+            engine.mend(pieces)
+        case proofevents.TakeDigests():
+            engine.read()
+        case proofevents.Prove(entries, pieces):
+            engine.prove(entries, pieces)
+        case snapshotevents.Save(round, entry, digest):
+            engine.save(round, entry, digest)
+        case _:
+            raise TypeError(f"the engine is not asked for {effect}")
+
+
 def event_of(now: float, report: Report) -> events.Event:
     """What the core hears of a report. (A broken engine is not for the core.)"""
     match report:
@@ -27,13 +53,13 @@ def event_of(now: float, report: Report) -> events.Event:
         case Restored(height, digest, ms):
             return events.Rewound(now, height, digest, ms)
         case Wounded(unit, tensors):
-            return events.Damaged(now, unit, tensors)
+            return proofevents.Damaged(now, unit, tensors)
         case Repaired(digest):
-            return events.Mended(now, digest)
+            return proofevents.Mended(now, digest)
         case Read(digests, damaged):
-            return events.Digested(now, digests, damaged)
+            return proofevents.Digested(now, digests, damaged)
         case Derived(pieces, held, derived):
-            return events.Proved(now, pieces, held, derived)
+            return proofevents.Proved(now, pieces, held, derived)
         case Saved(round, entry, root, size, reason, ms):
             return snapshotevents.Saved(now, round, entry, root, size, reason, ms)
     assert isinstance(report, Measured)

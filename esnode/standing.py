@@ -166,8 +166,14 @@ def _nodes(status: Mapping[str, Any], wide: bool) -> Table:
             *((_work(node) or "-", _why(node)) if wide else ()),
             status.get("places", {}).get(node.get("key")) or "-",
         ]
-        table.add_row(Text(plain(node["name"])), state, *(Text(plain(cell)) for cell in cells))
+        table.add_row(Text(plain(_name(node))), state, *(Text(plain(cell)) for cell in cells))
     return table
+
+
+def _name(node: Mapping[str, Any]) -> str:
+    """The node, and how many units it evaluates at once."""
+    lanes = node.get("lanes", 1)
+    return f"{node['name']}, {lanes} lanes" if lanes > 1 else str(node["name"])
 
 
 def _peers(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -43,6 +43,7 @@ class Outcome:
     times: tuple[int, int, int]  # milliseconds: perturb or restore, generate, score
     evidence: bytes  # first 8 bytes of BLAKE2b over the per-prompt rewards, float64 little-endian, in order
     scores: tuple[float, ...]  # the per-prompt rewards
+    fingerprint: bytes  # of the engine, when it measured this
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +169,7 @@ class Worker:
             times=(round(1000 * weights), round(1000 * spent.engine), round(1000 * spent.scorer)),
             evidence=hashlib.blake2b(struct.pack(f"<{len(rewards)}d", *rewards)).digest()[:8],
             scores=tuple(rewards),
+            fingerprint=self._engine.fingerprint,
         )
 
 

@@ -50,13 +50,14 @@ class Hello(Message, frozen=True):
     backend: str  # kernel implementation, e.g. "cpu"
     device: str
     selftest: bytes  # 8-byte digest of the golden self-test's outputs
-    fingerprint: bytes  # 8 bytes; equal fingerprints are expected to give equal answers
+    fingerprints: tuple[bytes, ...]  # 8 bytes per engine; equal ones are expected to give equal answers
     height: int  # entries applied or held (ledger length)
     tip: bytes  # hash of the last of them, b"" for none
     digest: int  # D of the state this node's master is in
     term: int  # highest term ever answered
     units: tuple[Unit, ...]  # still running here
     proof: bytes = b""  # of that term (`terms.py`)
+    lanes: int = 1  # units it evaluates at once
 
 
 class Welcome(Message, frozen=True):
@@ -116,6 +117,7 @@ class Result(Message, frozen=True):
     tokens: int  # generated, or scored for likelihood tasks
     times: tuple[int, int, int]  # milliseconds: perturb or restore, generate, score
     evidence: bytes  # first 8 bytes of the hash over the per-prompt scores
+    engine: int  # which of Hello's fingerprints measured it
 
 
 class Ack(Message, frozen=True):

@@ -47,6 +47,8 @@ MAX_FRAME = max(rule.limit for rule in TABLE)  # what MAXMSGSIZE must let throug
 MAX_ENTRIES = 1024  # entries in one Fetch or Entries
 MAX_UNITS = 64  # units named in one Hello or heartbeat
 MAX_CHUNKS = 4096  # chunk sums in one Result
+MAX_LANES = 32  # units a node evaluates at once
+MAX_ENGINES = 16  # fingerprints in one Hello; a Result may name one more: it is not known
 _EARLY = (Hello, Enrol)
 MAX_VALUES = 2048  # digests in one TensorDigests, rewards in one Evidence
 MAX_PIECES = 16  # in one Rederive
@@ -160,6 +162,8 @@ _SMALL: dict[type[Message], dict[str, tuple[int, int]]] = {
     Fetch: {"count": (1, MAX_ENTRIES)},
     Snapshots: {"relay": (0, 65535)},
     PartAsk: {"size": (1, GRANT)},
+    Hello: {"lanes": (1, MAX_LANES)},
+    Result: {"engine": (0, MAX_ENGINES)},
     Unit: {"kind": (0, max(Kind)), "member": (0, MAX_MEMBERS - 1)},
 }
 _SIZES: dict[str, tuple[int, ...]] = {
@@ -167,7 +171,7 @@ _SIZES: dict[str, tuple[int, ...]] = {
     "tip": (8,),
     "parent": (8,),
     "selftest": (8,),
-    "fingerprint": (8,),
+    "fingerprints": (8,),
     "evidence": (8,),
     "root": (HASH,),
     "key": (HASH,),
@@ -183,7 +187,7 @@ _LENGTHS |= {"addresses": 120, "way": 16}
 _COUNTS = {"units": MAX_UNITS, "entries": MAX_ENTRIES, "sums": MAX_CHUNKS, "times": 3}
 _COUNTS |= dict.fromkeys(("pieces", "held", "derived"), MAX_PIECES)
 _COUNTS |= dict.fromkeys(("digests", "scores"), MAX_VALUES)
-_COUNTS |= {"addresses": MOST_ADDRESSES, "donors": MOST_DONORS}
+_COUNTS |= {"fingerprints": MAX_ENGINES, "addresses": MOST_ADDRESSES, "donors": MOST_DONORS}
 
 
 _WORDS = {

@@ -295,6 +295,9 @@ class Checkers:
         for node in state.nodes.values():
             units = [lease.unit for lease in node.leases]
             require(len(units) == len(set(units)), f"{node.name} holds a lease twice")
+            began = [lease.began is not None for lease in node.leases]
+            require(sum(began) == min(len(units), node.hello.lanes), f"{node.name} begins more than it can")
+            require(began == sorted(began, reverse=True), f"a unit waits before one that runs at {node.name}")
             for unit in units:
                 for chunk in range(unit.first, unit.last + 1):
                     key = (unit.kind, unit.member, chunk)

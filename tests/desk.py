@@ -45,13 +45,14 @@ def hello(lock: Lock, **changes: Any) -> Hello:
         "backend": "reference",
         "device": "cpu",
         "selftest": b"selftest",
-        "fingerprint": b"engine-1",
+        "fingerprints": (b"engine-1",),
         "height": 0,
         "tip": b"",
         "digest": lock.digest,
         "term": 0,
         "units": (),
         "proof": b"",
+        "lanes": 1,
     }
     return Hello(**{**fields, **changes})
 
@@ -120,6 +121,7 @@ class Desk:
             "tokens": 5,
             "times": (1, 2, 3),
             "evidence": b"evidence",
+            "engine": 0,
         }
         return Result(**{**fields, **changes})
 

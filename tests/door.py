@@ -15,7 +15,7 @@ from protocol.messages import Hello, Message, NodeBeat
 
 SERVER, N1, N2, STRANGER = (bytes([k]) * 32 for k in (1, 2, 3, 4))
 NAMES = {keys.curve_public(N1): "n1", keys.curve_public(N2): "n2"}
-HELLO = Hello(1, 1, 1, bytes(32), "n", "cpu", "cpu", b"s" * 8, b"f" * 8, 0, b"", 1, 0, ())
+HELLO = Hello(1, 1, 1, bytes(32), "n", "cpu", "cpu", b"s" * 8, (b"f" * 8,), 0, b"", 1, 0, ())
 BEAT = NodeBeat(1, b"t" * 8, ())
 
 

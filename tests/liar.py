@@ -116,7 +116,7 @@ class Liar:
         sums = tuple(self.pick.choice((self._float(), 1.0)) for _ in range(unit.last - unit.first + 1))
         seed = seeds.member_seed(lock.run_id, unit.round, unit.member, lock.mirrored)
         right = (0 if unit.kind else seed, sums, round.parent[:8], self._digest())
-        return Result(unit, *right, self._u32(), 0, 0, (1, 2, 3), evidence_of(scores))
+        return Result(unit, *right, self._u32(), 0, 0, (1, 2, 3), evidence_of(scores), 0)
 
     def _failed(self) -> Failed:
         return Failed(self._unit(), self._reason())

@@ -128,7 +128,7 @@ class Pool:
             at = {"height": chain.height, "tip": chain.tip, "digest": chain.digest or 77}
         else:
             at = {}
-        self.desk.say(name, hello(self.desk.lock, fingerprint=own, **at))
+        self.desk.say(name, hello(self.desk.lock, fingerprints=(own,), **at))
         self.desk.tick()
         self._answer()
 

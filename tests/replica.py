@@ -94,6 +94,7 @@ class Outcome:
     times: tuple[int, int, int] = (1, 2, 3)
     evidence: bytes = b"evidence"
     scores: tuple[float, ...] = ()
+    fingerprint: bytes = b"engine-1"
 
 
 @lru_cache(maxsize=4096)

@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import esnode.events as ne
+import esnode.proofevents as pe
 from esnode import node
 from esnode.snapshotevents import FetchSnapshot, Save, StopFetch
 from protocol.entries import Entry
@@ -56,11 +57,15 @@ class SimNode(Actor):
         self.wrong = False  # the next update is
         self.bad_arithmetic = 0  # its reference kernel is wrong by this
         self.evaluations = 0
+        self.lanes = 1
+        self.frees = False  # whether a lane is free while its unit is being scored
         self.job = 0
+        self.jobs: dict[Unit, int] = {}  # what is being evaluated
+        self.using: set[Unit] = set()  # those that need the weights still
         self.state = node.new(world.lock, self._about())
 
     def _about(self) -> ne.About:
-        return ne.About(self.name, "reference", "simulated", b"selftest", b"engine-1")
+        return ne.About(self.name, "reference", "simulated", b"selftest", b"engine-1", lanes=self.lanes)
 
     def begin(self) -> None:
         if self._newcomer:
@@ -89,7 +94,7 @@ class SimNode(Actor):
     def _work(self) -> None:
         self.replica = Replica(self.world.lock)
         self.state = node.new(self.world.lock, self._about())
-        self.job += 1
+        self.jobs, self.using = {}, set()
         self.step(started(self))
 
     def tick(self) -> None:
@@ -160,7 +165,7 @@ class SimNode(Actor):
             case ne.Evaluate(unit, sigma):
                 self._evaluate(unit, sigma)
             case ne.CancelUnit(unit):
-                self.later(0.05, partial(self._cancel, unit, self.job))
+                self.later(0.05, partial(self._cancel, unit, self.jobs.get(unit, 0)))
             case ne.Apply(entries):
                 self._apply(entries)
             case ne.Rewind(entries):
@@ -171,16 +176,18 @@ class SimNode(Actor):
                 self.larder.fetch(effect)
             case StopFetch():
                 self.larder.stop()
-            case ne.Heal(entries):
+            case pe.Heal(entries):
+                self._still()
                 self.derived = Replica(world.lock)
                 self.derived.apply(entries)
                 self.later(0.1, self._overwrite)
-            case ne.Mend():
+            case pe.Mend():
+                self._still()
                 self.later(0.01, self._overwrite)
-            case ne.TakeDigests():
+            case pe.TakeDigests():
                 read, damaged = (self.replica.digest,), (NAME,) if self.replica.damaged else ()
-                self.later(0.01, lambda: self.step(ne.Digested(self.clock, read, damaged)))
-            case ne.Prove(entries, pieces):
+                self.later(0.01, lambda: self.step(pe.Digested(self.clock, read, damaged)))
+            case pe.Prove(entries, pieces):
                 self._prove(entries, pieces)
             case ne.Store(first, raws):
                 self._store(first, raws)
@@ -206,9 +213,13 @@ class SimNode(Actor):
 
     # ------------------------------------------------------------ the engine
 
+    def _still(self) -> None:
+        require(not self.using, f"{self.name} moves weights under a running unit")
+
     def _apply(self, entries: tuple[Entry, ...]) -> None:
+        self._still()
         if self.replica.damaged:
-            return self.later(0.01, lambda: self.step(ne.Damaged(self.clock, None, (NAME,))))
+            return self.later(0.01, lambda: self.step(pe.Damaged(self.clock, None, (NAME,))))
         digests = self.replica.apply(entries)
         if self.wrong:
             self.wrong = False
@@ -220,6 +231,7 @@ class SimNode(Actor):
         self.later(ms / 1000, lambda: self.step(ne.EntriesApplied(self.clock, digests, ms)))
 
     def _rewind(self, entries: tuple[Entry, ...]) -> None:
+        self._still()
         loaded = self.larder.load(entries)
         height, self.replica = 0, Replica(self.world.lock)
         if loaded is not None:
@@ -234,15 +246,19 @@ class SimNode(Actor):
         self.derived = Replica(self.world.lock)
         self.derived.apply(entries)
         derived = (self.derived.digest ^ self.bad_arithmetic,)
-        self.later(0.3, lambda: self.step(ne.Proved(self.clock, pieces, held, derived)))
+        self.later(0.3, lambda: self.step(pe.Proved(self.clock, pieces, held, derived)))
 
     def _overwrite(self) -> None:
         self.replica = self.derived
-        self.step(ne.Mended(self.clock, self.replica.digest))
+        self.step(pe.Mended(self.clock, self.replica.digest))
 
     def _evaluate(self, unit: Unit, sigma: float) -> None:
+        require(unit not in self.jobs, f"{self.name} evaluates a unit twice at once")
+        require(len(self.using) < self.lanes, f"{self.name} evaluates more units than it has lanes")
         self.job += 1
         lock, job = self.world.lock, self.job
+        self.jobs[unit] = job
+        self.using.add(unit)
         if self.replica.damaged:
             return self.later(0.01, partial(self._damaged, unit, job))
         master = self.replica.master
@@ -252,27 +268,45 @@ class SimNode(Actor):
         self.hung = 0.0
 
         def halfway() -> None:
-            if job == self.job:
+            if self.jobs.get(unit) == job:
                 self.step(ne.Progress(self.clock, unit, 500))
 
+        def generated() -> None:
+            if self.jobs.get(unit) == job:
+                self.using.discard(unit)
+                self.step(ne.Generated(self.clock, unit))
+
         def done() -> None:
-            if job != self.job:
+            if not self._ends(unit, job):
                 return
-            self.job += 1
             if unit.kind == Kind.MEMBER and unit.member in self.poisoned:
                 return self.step(ne.EvaluationFailed(self.clock, unit, "out of memory"))
             outcome = self.lie(measure(lock, master, unit, sigma))
             self.step(ne.Evaluated(self.clock, unit, outcome))
 
         self.later(seconds / 2, halfway)
+        if self.frees:
+            self.later(seconds * 0.8, generated)
         self.later(seconds, done)
 
+    def _ends(self, unit: Unit, job: int) -> bool:
+        """Whether this evaluation is still the one that runs; from now on it is not."""
+        if self.jobs.get(unit) != job:
+            return False
+        del self.jobs[unit]
+        self.using.discard(unit)
+        return True
+
+    def offer(self, lanes: int) -> None:
+        """A lane is lost, or is back."""
+        self.lanes = lanes
+        if self.up and not self._newcomer:
+            self.step(ne.LanesChanged(self.clock, lanes))
+
     def _damaged(self, unit: Unit, job: int) -> None:
-        if job == self.job:
-            self.job += 1
-            self.step(ne.Damaged(self.clock, unit, (NAME,)))
+        if self._ends(unit, job):
+            self.step(pe.Damaged(self.clock, unit, (NAME,)))
 
     def _cancel(self, unit: Unit, job: int) -> None:
-        if job == self.job:
-            self.job += 1
+        if self._ends(unit, job):
             self.step(ne.Cancelled(self.clock, unit))

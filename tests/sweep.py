@@ -137,6 +137,17 @@ def _early(rng: random.Random) -> float:
     return rng.uniform(0, SAFETY / 2)
 
 
+def lanes(world: World, rng: random.Random) -> None:
+    """Nodes with several engines, some of which come and go; some are free while answers are scored."""
+    for name in sorted(world.nodes):
+        sim = world.nodes[name]
+        sim.lanes, sim.frees = rng.randint(1, 4), rng.random() < 0.5
+        if rng.random() < 0.3:
+            whole = sim.lanes
+            world.at(_early(rng), partial(sim.offer, rng.randint(1, whole)))
+            world.at(SAFETY / 2 + _early(rng), partial(sim.offer, whole))
+
+
 def poisoned(world: World, rng: random.Random) -> None:
     world.poison(rng.randrange(4), *_nodes(world, rng))
 
@@ -308,6 +319,7 @@ MISCHIEF: tuple[tuple[float, Mischief], ...] = (
     (0.2, amends),
     (0.15, succession),
     (0.15, liars),
+    (0.4, lanes),
 )
 IN_CALM: tuple[tuple[float, Mischief], ...] = (
     (1.0, miscomputes),

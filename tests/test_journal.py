@@ -36,7 +36,7 @@ TOP = 2**64 - 1
 def result(round: int, member: int = 0) -> ResultAccepted:
     unit = Unit(round, 0, member, 0, 3)
     return ResultAccepted(
-        2, Result(unit, TOP, (0.5, -0.0, 1e-310, 3.0), b"parent__", TOP, 3, 0, TOP, (1, 2, 3), b"evidence")
+        2, Result(unit, TOP, (0.5, -0.0, 1e-310, 3.0), b"parent__", TOP, 3, 0, TOP, (1, 2, 3), b"evidence", 1)
     )
 
 

@@ -86,6 +86,7 @@ PURE: dict[str, set[str]] = {
     "coordinator/work.py": {"msgspec"},
     "esnode/catchup.py": set(),
     "esnode/snapshotevents.py": set(),
+    "esnode/proofevents.py": set(),
     "esnode/transfer.py": set(),
     "esnode/branches.py": set(),
     "esnode/events.py": set(),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from esnode import events
@@ -220,7 +222,7 @@ def test_cancel_and_failure() -> None:
     bench.hear(Cancel(unit_of()))
     assert bench.all(CancelUnit)
     bench.step(events.Cancelled(bench.now, unit_of()))
-    assert bench.state.running is None and not bench.sent(Failed)
+    assert not bench.state.running and not bench.sent(Failed)
     bench.hear(Assign(unit_of(member=1), bench.state.parent, 15))
     bench.step(events.EvaluationFailed(bench.now, unit_of(member=1), "out of memory"))
     assert bench.sent(Failed) == [Failed(unit_of(member=1), "out of memory")]
@@ -263,3 +265,70 @@ def test_step_leaves_its_input_alone() -> None:
     bench.hear(Commit(2, entries[2].raw))
     assert bench.state.chain.height == 3 and bench.state.running != before.running
     assert (repr(before), before.chain.height) == picture
+
+
+# ---------------------------------------------------------------- several lanes
+
+
+def wide(lanes: int = 2) -> Bench:
+    """A joined node with several lanes that evaluates as many units."""
+    bench = Bench()
+    bench.step(events.LanesChanged(bench.now, lanes))
+    bench.join(ledger())
+    for member in range(lanes):
+        bench.hear(Assign(unit_of(member=member), bench.state.parent, 15))
+    assert [run.unit.member for run in bench.state.running] == list(range(lanes))
+    return bench
+
+
+def test_every_lane_has_a_unit_and_the_next_one_waits() -> None:
+    bench = wide()
+    assert not bench.hear(Assign(unit_of(member=2), bench.state.parent, 15))
+    bench.step(events.Progress(bench.now, unit_of(member=1), 300))
+    assert bench.state.held == ((unit_of(), 0), (unit_of(member=1), 300), (unit_of(member=2), 0))
+    bench.step(events.Evaluated(bench.now, unit_of(member=1), OUTCOME))
+    assert bench.sent(Result)[0].unit.member == 1
+    assert [effect.unit.member for effect in bench.all(Evaluate)] == [2]
+
+
+def test_a_unit_that_is_only_scored_leaves_its_lane_to_the_next() -> None:
+    bench = working()
+    bench.hear(Assign(unit_of(member=1), bench.state.parent, 15))
+    bench.step(events.Generated(bench.now, unit_of()))
+    assert [effect.unit.member for effect in bench.all(Evaluate)] == [1]
+    bench.step(events.Evaluated(bench.now, unit_of(), OUTCOME))
+    assert bench.sent(Result)[0].unit.member == 0 and not bench.all(Evaluate)
+
+
+def test_weights_move_when_no_lane_needs_them_any_more() -> None:
+    entries = ledger(LOCK.digest)
+    bench = wide()
+    bench.hear(Commit(2, entries[2].raw))
+    assert [effect.unit.member for effect in bench.all(CancelUnit)] == [0, 1]
+    bench.step(events.Cancelled(bench.now, unit_of(member=1)))
+    assert not bench.all(Apply)
+    bench.step(events.Generated(bench.now, unit_of()))
+    assert bench.all(Apply), "what is being scored needs no weights"
+    bench.step(events.Evaluated(bench.now, unit_of(), OUTCOME))
+    assert not bench.sent(Result), "it would be late"
+
+
+def test_a_unit_that_was_cancelled_and_comes_again_waits_until_it_has_ended() -> None:
+    bench = working()
+    bench.step(events.LanesChanged(bench.now, 2))
+    bench.hear(Cancel(unit_of()))
+    assert not bench.hear(Assign(unit_of(), bench.state.parent, 15))
+    bench.step(events.Cancelled(bench.now, unit_of()))
+    assert bench.all(Evaluate)
+
+
+def test_the_coordinator_hears_of_lanes_and_of_engines_that_answer_otherwise() -> None:
+    bench = working()
+    bench.step(events.LanesChanged(bench.now, 3))
+    assert [(hello.lanes, hello.units) for hello in bench.sent(Hello)] == [(3, (unit_of(),))]
+    assert not bench.step(events.LanesChanged(bench.now, 3))
+    bench.step(events.Evaluated(bench.now, unit_of(), replace(OUTCOME, fingerprint=b"smaller_")))
+    kinds = [type(send.message) for send in bench.all(Send)]
+    assert kinds == [Hello, Result], "the result names an engine that was told of before"
+    assert bench.sent(Hello)[0].fingerprints == (b"engine-1", b"smaller_") and bench.sent(Hello)[0].units
+    assert bench.sent(Result)[0].engine == 1

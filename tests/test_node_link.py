@@ -46,7 +46,7 @@ def test_a_coordinator_that_restarted_is_greeted_with_what_runs() -> None:
     assert bench.sent(Hello)[0].units == (unit_of(),)
     bench.hear(Rehello())
     assert not bench.sent(Hello), "one Hello answers all of them"
-    assert bench.state.running is not None, "work goes on"
+    assert bench.state.running, "work goes on"
 
 
 def test_silence_makes_it_say_hello_again() -> None:

@@ -113,7 +113,7 @@ def test_slices_go_by_speed_and_cover_every_chunk_once() -> None:
 def test_the_last_units_are_shares_by_speed() -> None:
     lock, _, round = opened(members=2)  # 8 chunks
     slow, fast = replace(node(lock, "s", 0), pace=4.0), replace(node(lock, "f", 1), pace=1.0)
-    pool = Pool(2, leases.speed_of([slow, fast]))
+    pool = Pool(2, 2, leases.speed_of([slow, fast]))
     assert leases.next_unit(round, lock, slow, pool, (0, 1))[0] == member(0, 0, 1), "a fifth of eight chunks"
     unit, why = leases.next_unit(round, lock, fast, pool, (0, 1))
     assert unit == member(0) and why == "a whole member"

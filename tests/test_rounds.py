@@ -41,7 +41,7 @@ def member(k: int, first: int = 0, last: int = 3, round: int = 0) -> Unit:
 def result(lock: Lock, unit: Unit, *sums: float, parent: bytes, correct: int = 0) -> Result:
     seed = member_seed(lock.run_id, unit.round, unit.member, lock.mirrored) if unit.kind == Kind.MEMBER else 0
     values = sums or (1.0,) * (unit.last - unit.first + 1)
-    return Result(unit, seed, values, parent[:8], lock.digest, correct, 0, 1, (1, 1, 1), b"evidence")
+    return Result(unit, seed, values, parent[:8], lock.digest, correct, 0, 1, (1, 1, 1), b"evidence", 0)
 
 
 def filled(lock: Lock, round: Round, *members: int) -> Round:
@@ -226,8 +226,8 @@ def node(
     lock: Lock, name: str, number: int, *units: Unit, pace: float | None = 1.0, since: float = 0.0
 ) -> Node:
     held = tuple(Lease(unit, since, since, since) for unit in units)
-    made = Node(key_of(name), name, number, hello(lock), 0.0, 2, applied=0, leases=held, pace=pace)
-    return made
+    made = Node(key_of(name), name, number, hello(lock), 0.0, 2, applied=0, pace=pace)
+    return membership.holding(made, held, since)
 
 
 def leased(round: Round, *nodes: Node) -> Round:
@@ -240,39 +240,42 @@ def leased(round: Round, *nodes: Node) -> Round:
 def test_whole_members_first_then_even_shares_of_what_is_left() -> None:
     lock, _, round = opened(members=4)
     a = node(lock, "a", 0)
-    assert leases.next_unit(round, lock, a, leases.Pool(2), (0, 1))[0] == member(0)
+    assert leases.next_unit(round, lock, a, leases.Pool(2, 2), (0, 1))[0] == member(0)
     round = rounds.lease(rounds.lease(rounds.lease(round, member(0), 1), member(1), 1), member(2), 1)
-    assert leases.next_unit(round, lock, a, leases.Pool(2), (0, 1))[0] == member(3, 0, 1), "two share it"
-    assert leases.next_unit(round, lock, a, leases.Pool(8), (0, 1))[0] == member(3, 0, 0)
+    assert leases.next_unit(round, lock, a, leases.Pool(2, 2), (0, 1))[0] == member(3, 0, 1), "two share it"
+    assert leases.next_unit(round, lock, a, leases.Pool(8, 8), (0, 1))[0] == member(3, 0, 0)
     round = rounds.lease(round, member(3), 1)
-    assert leases.next_unit(round, lock, a, leases.Pool(2), (0, 1)) == (None, "every chunk is in or in work")
+    assert leases.next_unit(round, lock, a, leases.Pool(2, 2), (0, 1)) == (
+        None,
+        "every chunk is in or in work",
+    )
 
 
 def test_a_member_stays_whole_where_batches_may_change_answers() -> None:
     lock, _, round = opened(members=4, repeatable=False)
-    assert leases.next_unit(round, lock, node(lock, "a", 0), leases.Pool(50), (0,))[0] == member(0)
+    assert leases.next_unit(round, lock, node(lock, "a", 0), leases.Pool(50, 50), (0,))[0] == member(0)
 
 
 def test_a_probe_goes_out_first_and_in_even_shares() -> None:
     lock, _, round = opened({"eval_every": 1}, members=4, repeatable=False)
     a = node(lock, "a", 0)
-    assert leases.next_unit(round, lock, a, leases.Pool(1), (0,))[0] == Unit(0, Kind.PROBE, 0, 0, 1)
-    unit, _ = leases.next_unit(round, lock, a, leases.Pool(2), (0, 1))
+    assert leases.next_unit(round, lock, a, leases.Pool(1, 1), (0,))[0] == Unit(0, Kind.PROBE, 0, 0, 1)
+    unit, _ = leases.next_unit(round, lock, a, leases.Pool(2, 2), (0, 1))
     assert unit == Unit(0, Kind.PROBE, 0, 0, 0)
-    assert leases.next_unit(rounds.lease(round, unit, 1), lock, a, leases.Pool(2), (0, 1))[0] == Unit(
+    assert leases.next_unit(rounds.lease(round, unit, 1), lock, a, leases.Pool(2, 2), (0, 1))[0] == Unit(
         0, Kind.PROBE, 0, 1, 1
     )
     round = rounds.lease(round, Unit(0, Kind.PROBE, 0, 0, 1), 1)
-    assert leases.next_unit(round, lock, a, leases.Pool(2), (0, 1))[0] == member(0)
+    assert leases.next_unit(round, lock, a, leases.Pool(2, 2), (0, 1))[0] == member(0)
 
 
 def test_a_failed_member_goes_to_a_node_that_has_not_tried() -> None:
     lock, _, round = opened(members=2)
     round = rounds.fail(round, 0, member(0), "no")
     a, b = node(lock, "a", 0), node(lock, "b", 1)
-    assert leases.next_unit(round, lock, a, leases.Pool(1), (0, 1))[0] == member(1)
-    assert leases.next_unit(round, lock, b, leases.Pool(1), (0, 1))[0] == member(0)
-    assert leases.next_unit(round, lock, a, leases.Pool(1), (0,))[0] == member(0), "alone it tries again"
+    assert leases.next_unit(round, lock, a, leases.Pool(1, 1), (0, 1))[0] == member(1)
+    assert leases.next_unit(round, lock, b, leases.Pool(1, 1), (0, 1))[0] == member(0)
+    assert leases.next_unit(round, lock, a, leases.Pool(1, 1), (0,))[0] == member(0), "alone it tries again"
 
 
 def test_an_idle_node_shares_a_waiting_unit_by_speed() -> None:
@@ -340,7 +343,7 @@ def test_how_a_node_stands(changes: dict[str, Any], now: float, standing: str) -
 
 def test_a_lease_outlives_slow_units_but_not_still_ones() -> None:
     lock = desk_lock()
-    held = Lease(member(0), 0.0, 0.0, moved=0.0)
+    held = Lease(member(0), 0.0, 0.0, moved=0.0, began=0.0)
     slow = replace(node(lock, "a", 0, pace=20.0), heard=399.0)
     assert not membership.expiry(slow, held, 30.0, None, 399.0).ok, "five times its usual 80 s are not over"
     assert membership.expiry(replace(slow, heard=401.0), held, 30.0, None, 401.0).ok

@@ -51,8 +51,10 @@ from protocol.messages import (
 )
 from protocol.wire import (
     MAX_CHUNKS,
+    MAX_ENGINES,
     MAX_ENTRIES,
     MAX_FRAME,
+    MAX_LANES,
     MAX_PIECES,
     MAX_UNITS,
     RULE_BY_TYPE,
@@ -80,15 +82,16 @@ def entry(reason: str = "done") -> bytes:
 PROOF = bytes(range(104))
 UNIT = Unit(12, Kind.MEMBER, 30, 0, 3)
 EXAMPLES: tuple[Message, ...] = (
-    Hello(1, 1, 1, b"r" * 32, "a", "cpu", "E", b"selftest", b"finger__", 9, b"t" * 32, 2**64 - 1, 3, (UNIT,),
-          PROOF),
+    Hello(1, 1, 1, b"r" * 32, "a", "cpu", "E", b"selftest", (b"finger__",), 9, b"t" * 32, 2**64 - 1, 3,
+          (UNIT,), PROOF, 8),
     Welcome(1, b"r" * 32, b"{}", 3, 9, b"t" * 32, PROOF),
     Refuse("two machines use one key"),
     Rehello(),
     Fetch(4, 100),
     Entries(4, (entry(), entry("or not"))),
     Assign(UNIT, b"parent__", 15),
-    Result(UNIT, 2**63, (1.5, -2.0, 0.0, 1e-300), b"parent__", 2**63, 12, 1, 99, (1, 70000, 9), b"evidence"),
+    Result(UNIT, 2**63, (1.5, -2.0, 0.0, 1e-300), b"parent__", 2**63, 12, 1, 99, (1, 70000, 9),
+           b"evidence", 1),
     Ack(UNIT, "ok"),
     Failed(UNIT, "out of memory"),
     Release("leaving"),
@@ -149,15 +152,17 @@ RESULTS = UNITS.flatmap(
         U64,
         st.tuples(*[SUMS] * (unit.last - unit.first + 1)),
         B8, U64, U32, U32, U32, st.tuples(U32, U32, U32), B8,
+        st.integers(0, MAX_ENGINES),
     )
 )  # fmt: skip
 PIECES = st.lists(U32, max_size=MAX_PIECES).map(tuple)
 DIGESTS = st.lists(U64, max_size=MAX_PIECES).map(tuple)
 STRATEGIES: dict[type[Message], st.SearchStrategy[Any]] = {
     Hello: st.builds(
-        Hello, U32, U32, U32, st.one_of(B32, st.just(b"")), TEXT, TEXT, TEXT, B8, B8, U32,
+        Hello, U32, U32, U32, st.one_of(B32, st.just(b"")), TEXT, TEXT, TEXT, B8,
+        st.lists(B8, max_size=MAX_ENGINES).map(tuple), U32,
         st.one_of(B32, st.just(b"")), U64, U32, st.lists(UNITS, max_size=4).map(tuple),
-        st.sampled_from([b"", PROOF]),
+        st.sampled_from([b"", PROOF]), st.integers(1, MAX_LANES),
     ),
     Welcome: st.builds(Welcome, U32, B32, st.binary(max_size=99), U32, U32, B32, st.just(PROOF)),
     Return: st.builds(Return, U32, U32, RAW),
@@ -250,7 +255,7 @@ def test_a_unit_costs_little() -> None:
     spoken = (
         Assign(unit, b"parent__", 3600),
         Result(
-            unit, 2**64 - 1, (1.25,) * 4, b"parent__", 2**64 - 1, 999, 99, 10**6, (10**6,) * 3, b"evidence"
+            unit, 2**64 - 1, (1.25,) * 4, b"parent__", 2**64 - 1, 999, 99, 10**6, (10**6,) * 3, b"evidence", 0
         ),
         Ack(unit, "ok"),
     )
@@ -269,11 +274,12 @@ def test_limits_fit_the_largest_legal_messages() -> None:
         *[2**32 - 1] * 3,
         (2**32 - 1,) * 3,
         b"e" * 8,
+        MAX_ENGINES,
     )
     for message in (
         result,
-        Hello(*[2**32 - 1] * 3, b"r" * 32, "é" * 64, "é" * 64, "é" * 200, b"s" * 8, b"f" * 8, 2**32 - 1,
-              b"t" * 32, 2**64 - 1, 2**32 - 1, (small,) * MAX_UNITS, PROOF),
+        Hello(*[2**32 - 1] * 3, b"r" * 32, "é" * 64, "é" * 64, "é" * 200, b"s" * 8, (b"f" * 8,) * MAX_ENGINES,
+              2**32 - 1, b"t" * 32, 2**64 - 1, 2**32 - 1, (small,) * MAX_UNITS, PROOF, MAX_LANES),
         NodeBeat(2**32 - 1, b"t" * 8, ((small, 1000),) * MAX_UNITS),
         CoordBeat(2**32 - 1, 2**32 - 1, b"t" * 8, (small,) * MAX_UNITS),
         Assign(small, b"p" * 8, 2**32 - 1),
@@ -338,7 +344,7 @@ def pack(*values: Any) -> bytes:
     return msgpack.packb(list(values))
 
 
-RESULT = [8, [1, 0, 2, 0, 1], 7, [1.0, 2.0], b"p" * 8, 5, 0, 0, 9, [1, 2, 3], b"e" * 8]
+RESULT = [8, [1, 0, 2, 0, 1], 7, [1.0, 2.0], b"p" * 8, 5, 0, 0, 9, [1, 2, 3], b"e" * 8, 0]
 
 
 def result_with(position: int, value: Any) -> bytes:
@@ -386,6 +392,7 @@ def test_the_plain_result_is_fine() -> None:
         (result_with(9, {}), "node", "Result"),
         (result_with(9, {1: 2}), "node", "Result"),
         (pack(*RESULT, 0), "node", "length"),
+        (result_with(11, MAX_ENGINES + 1), "node", "engine"),
         (pack(*RESULT[:-1]), "node", "length"),
         (pack(5, 0, 0), "node", "count"),
         (pack(13, 1, b"x" * 64), "coordinator", "entry"),

@@ -26,7 +26,7 @@ from protocol.messages import (
     Release,
     Unit,
 )
-from tests.desk import Desk, hello
+from tests.desk import Desk, hello, key_of
 
 # ---------------------------------------------------------------- results
 
@@ -321,3 +321,57 @@ def test_a_beat_from_another_branch_is_asked_for_its_entries_and_given_no_work()
     desk.join("a")
     desk.say("a", NodeBeat(2, b"deadbeef", ()))
     assert desk.sent(Fetch, "a")[0].first == 1 and not desk.new_units("a")
+
+
+# ---------------------------------------------------------------- nodes with several lanes
+
+
+def lanes_of(desk: Desk, **lanes: int) -> None:
+    """These nodes say Hello with so many lanes."""
+    for name, count in lanes.items():
+        desk.say(name, hello(desk.lock, lanes=count))
+    desk.tick()
+
+
+def test_every_lane_gets_a_unit_before_one_waits_anywhere() -> None:
+    desk = Desk(members=6, repeatable=False)
+    lanes_of(desk, a=1, b=4)
+    assert (len(desk.assigned("a")), len(desk.assigned("b"))) == (2, 4), "five lanes, six members"
+    desk = Desk(members=20)
+    lanes_of(desk, a=1, b=4)
+    assert (len(desk.assigned("a")), len(desk.assigned("b"))) == (2, 5)
+
+
+def test_a_lane_more_gets_its_unit_and_a_lane_less_gives_one_back_only_when_it_is_done() -> None:
+    desk = Desk(members=20)
+    lanes_of(desk, a=1)
+    held = desk.assigned("a")
+    desk.say("a", hello(desk.lock, lanes=3, units=tuple(held)))
+    assert len(desk.assigned("a")) == 4 and desk.assigned("a")[:2] == held
+    held = desk.assigned("a")
+    desk.say("a", hello(desk.lock, lanes=1, units=tuple(held)))
+    assert desk.assigned("a") == held[:2] and len(desk.sent(Cancel)) == 2
+
+
+def test_the_pace_of_a_node_is_that_of_a_lane() -> None:
+    desk = Desk(members=20)
+    lanes_of(desk, a=2)
+    one, two, _ = desk.assigned("a")
+    desk.now += 4
+    desk.result("a", one)
+    desk.result("a", two)
+    assert desk.state.nodes[key_of("a")].pace == 1.0, "four chunks in four seconds, in either lane"
+
+
+def test_one_lane_that_stands_still_does_not_hide_behind_the_others() -> None:
+    desk = Desk(members=20, ops={"stall_seconds": 30.0})
+    lanes_of(desk, a=2)
+    still = desk.assigned("a")[0]
+    for _ in range(12):
+        desk.now += 3
+        desk.beat("a", *((unit, 0) for unit in desk.assigned("a")))
+        desk.result("a", desk.assigned("a")[1])
+        desk.tick()
+        if not desk.assigned("a"):
+            break
+    assert desk.state.nodes[key_of("a")].stalled == (still, 0)

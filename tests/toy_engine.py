@@ -46,6 +46,7 @@ class ToyOutcome:
     times: tuple[int, int, int]
     evidence: bytes
     scores: tuple[float, ...]
+    fingerprint: bytes
 
 
 def base_weights() -> np.ndarray:
@@ -171,7 +172,14 @@ class ToyWorkshop:
             sums.append(math.fsum(rewards))
         evidence = hashlib.blake2b(struct.pack(f"<{len(scores)}d", *scores)).digest()[:8]
         return ToyOutcome(
-            tuple(sums), sum(r > -0.1 for r in scores), 0, len(scores), (1, 2, 3), evidence, tuple(scores)
+            tuple(sums),
+            sum(r > -0.1 for r in scores),
+            0,
+            len(scores),
+            (1, 2, 3),
+            evidence,
+            tuple(scores),
+            self.about.fingerprint,
         )
 
     def close(self) -> None:
