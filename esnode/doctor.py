@@ -127,29 +127,37 @@ def hardware() -> dict[str, Any]:
         "features": [f for f in _FEATURES if f in flags],
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "devices": [],
+        "obstacle": None,
     }
     if util.find_spec("torch"):
         import torch
 
+        from esnode import accelerators
+
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         found["devices"] = [torch.cuda.get_device_name(i) for i in range(count)]
+        found["obstacle"] = accelerators.obstacle()
     return found
 
 
 def _kernels(only: str | None) -> dict[str, dict[str, Any]]:
     """Per kernel: why it cannot be used, or self-test, start time and speeds. A failure is reported."""
+    from esnode import accelerators
     from esnode.kernels import SelftestFailed, available, create, selftest
 
     found: dict[str, dict[str, Any]] = {}
     obstacles = available("cpu")
+    best = accelerators.device()
     for name in obstacles if only is None else [only]:
-        if obstacles.get(name):
-            found[name] = {"usable": False, "selftest": f"not run: {obstacles[name]}"}
+        device = "cpu" if not obstacles.get(name) else best
+        obstacle = available(device).get(name)
+        if obstacle:
+            found[name] = {"usable": False, "selftest": f"not run: {obstacle}"}
             continue
-        kernels = create(name, "cpu")
+        kernels = create(name, device)
         started = time.perf_counter()
         try:
-            report = selftest(kernels)
+            report = selftest(kernels, device)
         except SelftestFailed as error:
             found[name] = {"usable": False, "selftest": str(error)}
             continue
@@ -158,21 +166,24 @@ def _kernels(only: str | None) -> dict[str, dict[str, Any]]:
             "selftest": f"passed, {report.checked} vectors",
             "selftest_digest": report.digest.hex(),
             "start_seconds": round(time.perf_counter() - started, 3),
-            "speeds": {str(threads): _speeds(kernels, threads) for threads in _thread_counts(name)},
+            "speeds": {
+                device if device != "cpu" else str(threads): _speeds(kernels, threads, device)
+                for threads in _thread_counts(name, device)
+            },
         }
     return found
 
 
-def _thread_counts(name: str) -> list[int]:
+def _thread_counts(name: str, device: str) -> list[int]:
     import torch
 
-    if name == "reference":  # its threads are torch's
+    if name == "reference" or device != "cpu":  # its threads are torch's
         return [torch.get_num_threads()]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return sorted({1, cores})
 
 
-def _speeds(kernels: Kernels, threads: int) -> dict[str, float]:
+def _speeds(kernels: Kernels, threads: int, device: str) -> dict[str, float]:
     """Million weights per second: perturb to bf16, restore, and update per member of a round."""
     import torch
 
@@ -181,22 +192,26 @@ def _speeds(kernels: Kernels, threads: int) -> dict[str, float]:
 
     kernels.threads = threads
     count = _SIZES.get(kernels.name, _USUAL_SIZE)
-    master, live = torch.full((count,), 0.03), torch.empty(count, dtype=torch.bfloat16)
+    master = torch.full((count,), 0.03, device=device)
+    live = torch.empty(count, dtype=torch.bfloat16, device=device)
     region = Region.whole(count)
     step = Step(tuple(range(_MEMBERS)), (1000,) * _MEMBERS, 40, 0)
-    return {
-        "perturb": _rate(count, lambda: kernels.perturb(master, live, 1, 2, region, 2.0**-9, 1)),
-        "restore": _rate(count, lambda: kernels.restore(master, live)),
-        "update_per_member": _rate(count * _MEMBERS, lambda: kernels.update(master, [step], 2, region)),
+    wait = torch.cuda.synchronize if device != "cpu" else lambda: None
+    calls: dict[str, tuple[int, Callable[[], object]]] = {
+        "perturb": (count, lambda: kernels.perturb(master, live, 1, 2, region, 2.0**-9, 1)),
+        "restore": (count, lambda: kernels.restore(master, live)),
+        "update_per_member": (count * _MEMBERS, lambda: kernels.update(master, [step], 2, region)),
     }
+    return {what: _rate(elements, call, wait) for what, (elements, call) in calls.items()}
 
 
-def _rate(elements: int, call: Callable[[], object]) -> float:
+def _rate(elements: int, call: Callable[[], object], wait: Callable[[], object]) -> float:
     """Millions of elements per second, best of three."""
     seconds = []
     for _ in range(3):
         started = time.perf_counter()
         call()
+        wait()
         seconds.append(time.perf_counter() - started)
     return round(elements / min(seconds) / 1e6, 1)
 
@@ -213,7 +228,9 @@ def _verdict(report: dict[str, Any]) -> tuple[str, bool]:
     failed = [n for n, k in report["kernels"].items() if not k["usable"] and "not run" not in k["selftest"]]
     if failed:
         return f"kernel {failed[0]} fails its self-test; use --kernel {usable[0]} and report it", False
-    return f"ready: it can coordinate and train, with kernel {usable[0]}", True
+    obstacle = report["hardware"]["obstacle"]
+    place = f", on the CPU, for {obstacle}" if obstacle else ""
+    return f"ready: it can coordinate and train, with kernel {usable[0]}{place}", True
 
 
 def show(report: dict[str, Any], console: Console) -> None:
@@ -225,7 +242,7 @@ def show(report: dict[str, Any], console: Console) -> None:
     machine.add_row("processor", f"{hardware['processor']}, {hardware['cores']} cores")
     machine.add_row("vector units", ", ".join(hardware["features"]) or "none that matter here")
     machine.add_row("memory", f"{hardware['memory_bytes'] / 2**30:.1f} GiB")
-    machine.add_row("accelerators", ", ".join(hardware["devices"]) or "none")
+    machine.add_row("accelerators", ", ".join(hardware["devices"]) or hardware["obstacle"] or "none")
     machine.add_row("system", hardware["system"])
     ours = f"esnode {report['esnode']}, noise law {report['law']}, wire {report['wire']}"
     machine.add_row("software", ours)

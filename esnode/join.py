@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from esnode import duty, enrol, fetch, joined, notebook, policy, room
+from esnode import accelerators, duty, enrol, fetch, joined, notebook, policy, room
 from esnode.folder import RunFolder, require_space, write_file
 from esnode.policy import GB
 from esnode.tell import Tell, silent
@@ -173,7 +173,8 @@ def choose_gpus(words: str) -> None:
 
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not found:
-        raise JoinError(f"--gpus {words}: torch finds no such CUDA device on this machine; leave --gpus out")
+        none = "torch finds no such CUDA device on this machine; leave --gpus out"
+        raise JoinError(f"--gpus {words}: {accelerators.obstacle() or none}")
     if found > 1:
         raise JoinError(
             f"--gpus {words}: a node works on one GPU. Start one node per GPU, each with an invite of its "

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from esnode import __version__, ancestry, duty, joined, locking, models, room
+from esnode import __version__, accelerators, ancestry, duty, joined, locking, models, room
 from esnode.checkpoint import Checkpoints, Saved
 from esnode.engines import transformers_engine
 from esnode.engines.interface import MemoryPlan
@@ -152,7 +152,9 @@ def load(options: Options, lock: Lock) -> Workshop:
         if joined.read(options.run):
             duty.read_policy().admit_memory(memory.total)
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device, obstacle = accelerators.device(), accelerators.obstacle()
+    if obstacle is not None:
+        log.warning("%s. This node works on the CPU", obstacle)
     kernels = pick(device, options.backend, options.threads)  # the self-test comes before the big allocation
     selftest = selftest_digest(kernels, device)
     engine = engine_loader(options.engine)(

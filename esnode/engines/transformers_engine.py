@@ -14,7 +14,7 @@ import torch
 import transformers
 from torch import nn
 
-from esnode import memory, placement, slicemap
+from esnode import accelerators, memory, placement, slicemap
 from esnode.engines.decode import Decoder, limits
 from esnode.engines.interface import MemoryPlan, Sampling, StopCheck, never
 from esnode.engines.replica_engine import ReplicaEngine, require_base
@@ -115,7 +115,7 @@ def load(
     state.StateError.
     """
     folder = Path(folder)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = device or accelerators.device()
     if threads:
         torch.set_num_threads(threads)
     arithmetic = DTYPES[compute or compute_dtype(lock.live_dtype, device)]

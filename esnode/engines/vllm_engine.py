@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from esnode import memory, placement, slicemap
+from esnode import accelerators, memory, placement, slicemap
 from esnode.engines import vllm_canary
 from esnode.engines.interface import Cancelled, MemoryPlan, Sampling, StopCheck, never
 from esnode.engines.replica_engine import ReplicaEngine, require_base
@@ -216,7 +216,7 @@ def load(
     Arguments as of `transformers_engine.load`. Raises VllmUnavailable, manifest.WrongBase,
     memory.MemoryShort, slicemap.SliceError, vllm_canary.CanaryFailed.
     """
-    folder, device = Path(folder), device or ("cuda" if torch.cuda.is_available() else "cpu")
+    folder, device = Path(folder), device or accelerators.device()
     kind = device.partition(":")[0]
     version = _require_supported()
     specs = check(folder, lock)

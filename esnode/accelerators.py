@@ -1,0 +1,69 @@
+"""The GPU of this machine: whether torch can use it, and if not, why, in one sentence.
+
+Called by the engines' loaders, `workshop.py`, `join.py` and `doctor.py`. Imports torch only inside functions.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+_PCI = Path("/sys/bus/pci/devices")
+_VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD"}
+_DISPLAY, _COMPUTE = "0x03", "0x12"  # PCI classes of GPUs, with and without an output
+_TOO_OLD = re.compile(r"driver on your system is too old \(found version (\d+)\)")
+
+
+def device() -> str:
+    """Where an engine works unless it is told: "cuda" (ROCm's too) where torch can use a GPU, else "cpu"."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def obstacle() -> str | None:
+    """Why torch cannot use the GPU that is in this machine; None when it can, or when there is none."""
+    import torch
+
+    vendor = _vendor()
+    if vendor is None or torch.cuda.is_available():
+        return None
+    built = torch.version.cuda or torch.version.hip
+    if built is None:
+        return (
+            f"an {vendor} GPU is here, but torch {torch.__version__} is built for CPUs only: install the "
+            "build of torch for this GPU"
+        )
+    try:
+        torch.cuda.init()
+    except RuntimeError as error:
+        return explain(vendor, str(error), built)
+    return f"an {vendor} GPU is here, but none is visible to this process: see CUDA_VISIBLE_DEVICES"
+
+
+def explain(vendor: str, error: str, built: str) -> str:
+    """What torch says when it cannot start a GPU, in a sentence. `built`: the CUDA or ROCm it is made for."""
+    old = _TOO_OLD.search(error)
+    if old:
+        found = int(old[1])
+        return (
+            f"the {vendor} driver is too old for this torch: it knows CUDA {found // 1000}."
+            f"{found % 1000 // 10}, torch needs {built}; update the driver, or install a torch for "
+            "that CUDA"
+        )
+    if "no NVIDIA driver" in error:
+        return f"an {vendor} GPU is here, but no driver for it: install the {vendor} driver"
+    reason = (error.splitlines() or ["no reason given"])[0].strip().rstrip(".")
+    return f"an {vendor} GPU is here, but torch cannot use it: {reason}"
+
+
+def _vendor() -> str | None:
+    """Who made a GPU of this machine, by what is plugged in: a driver is not needed to see that."""
+    for card in sorted(_PCI.glob("*")):
+        try:
+            kind, vendor = (card / "class").read_text(), (card / "vendor").read_text().strip()
+        except OSError:
+            continue
+        if kind.startswith((_DISPLAY, _COMPUTE)) and vendor in _VENDORS:
+            return _VENDORS[vendor]
+    return None
