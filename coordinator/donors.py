@@ -11,6 +11,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from coordinator.claims import there
 from coordinator.membership import alive
 from coordinator.peers import Peer
 from coordinator.state import State
@@ -20,11 +21,13 @@ from protocol.entries import CommitBody
 from protocol.messages import Message
 from protocol.peers import (
     MOST_DONORS,
+    MOST_NEIGHBOURS,
     CatchUp,
     Donor,
     Donors,
     DonorsAsk,
     Kept,
+    Neighbours,
     PeerFault,
     PeerWay,
     Reach,
@@ -35,6 +38,7 @@ from protocol.peers import (
 KEPT = 2  # snapshots a node is believed to hold
 BUSY_SECONDS = 300.0  # how long a donor counts as busy with a joiner it was given to
 FAULTS_TO_SHUN = 2  # reporters after whom nobody is sent to a donor any more
+NEAR = 16  # peers looked at for neighbours
 REMEMBERED = 32  # words of others about one peer
 
 
@@ -145,8 +149,28 @@ def announce(turn: Turn) -> None:
 
 
 def _on_reach(turn: Turn, key: bytes, message: Reach) -> None:
-    _put(turn, key, replace(_peer(turn.state, key), addresses=message.addresses))
+    before = turn.state.peers.get(key)
+    _put(turn, key, replace(before or Peer(), addresses=message.addresses))
     turn.send(key, Snapshots(turn.state.ops.snapshot_every, turn.state.relay))
+    near = neighbours(turn.state, key)
+    if near:
+        turn.send(key, Neighbours(near))
+    if before is None or before.addresses != message.addresses:
+        for other in near:  # in a small pool those that came first must hear of it too
+            turn.send(other.key, Neighbours(neighbours(turn.state, other.key)))
+
+
+def neighbours(state: State, key: bytes) -> tuple[Donor, ...]:
+    """The few peers after this one, in a circle, that are there and can be dialled."""
+    circle = list(state.peers)
+    start = circle.index(key) + 1
+    found: list[Donor] = []
+    for other in (circle[start:] + circle[: start - 1])[:NEAR]:
+        peer = state.peers[other]
+        here = there(state.nodes.get(other), state.now)  # it may get its roster number in a moment
+        if peer.addresses and here and not shunned(peer) and len(found) < MOST_NEIGHBOURS:
+            found.append(Donor(other, state.nodes[other].name, peer.addresses[:4]))
+    return tuple(found)
 
 
 def _on_kept(turn: Turn, key: bytes, message: Kept) -> None:

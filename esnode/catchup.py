@@ -53,6 +53,7 @@ ASK_AGAIN = 5.0  # seconds without Donors
 LATER = 60.0  # seconds until a way that failed is thought of again,
 MUCH_LATER = 1200.0  # and one that was chosen, and kept this node from replaying
 MOST_KEPT = 2
+REACH_EVERY = 32  # beats, so about a minute: the peers named in answer come and go
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ def on_welcome(turn: Turn) -> None:
 
 def on_beat(turn: Turn) -> None:
     """Say again what the coordinator has not shown to know."""
-    if turn.state.every is None:
+    if turn.state.every is None or (turn.state.beats % REACH_EVERY == 0 and turn.state.about.addresses):
         turn.send(Reach(turn.state.about.addresses))
     for held in _valid(turn.state)[:1]:
         if not announced(turn.state.chain, held.round, held.root):

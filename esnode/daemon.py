@@ -218,6 +218,9 @@ class Daemon:
             case snapshotevents.FetchSnapshot():
                 if self._peers is not None:
                     self._peers.fetch(effect)
+            case snapshotevents.FetchEntries():
+                if self._peers is not None:
+                    self._peers.ask(effect)
             case snapshotevents.StopFetch():
                 if self._peers is not None:
                     self._peers.stop_fetch()

@@ -18,17 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from esnode.proofevents import Damaged, Digested, Heal, Mend, Mended, Prove, Proved, TakeDigests
-from esnode.snapshotevents import (
-    Fetched,
-    FetchFailed,
-    Fetching,
-    FetchSnapshot,
-    PeerPoisoned,
-    PeerReached,
-    Save,
-    Saved,
-    StopFetch,
-)
+from esnode.snapshotevents import PeerEffect, PeerEvent
 from protocol.entries import Entry
 from protocol.messages import Message, Unit
 
@@ -235,12 +225,7 @@ Event: TypeAlias = (
     | Mended
     | Digested
     | Proved
-    | Saved
-    | Fetching
-    | Fetched
-    | FetchFailed
-    | PeerReached
-    | PeerPoisoned
+    | PeerEvent
     | Leave
     | Pause
     | Resume
@@ -341,9 +326,7 @@ Effect: TypeAlias = (
     | Mend
     | TakeDigests
     | Prove
-    | Save
-    | FetchSnapshot
-    | StopFetch
+    | PeerEffect
     | Store
     | Orphan
     | StoreTerm

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from esnode import branches, catchup, evidence, pausing, proof
-from esnode.events import Store, StoreTerm
+from esnode import branches, catchup, evidence, pausing, proof, sources
+from esnode.events import Event, StoreTerm
 from esnode.nodestate import HELLO_FIRST, UNITS_TOLD, Sent, Turn, Work
-from protocol.chain import BrokenChain
+from esnode.snapshotevents import PeerEntries
 from protocol.messages import (
     RELEASED,
     RUN_ENDED,
@@ -163,30 +163,13 @@ def _learn_height(turn: Turn, height: int) -> None:
 
 
 def _take_entries(turn: Turn, first: int, raws: tuple[bytes, ...]) -> None:
-    """Verify and store the entries that follow the tip; look at those already held for a second signature."""
-    chain = turn.state.chain
-    start = chain.height
-    for height, raw in enumerate(raws, first):
-        if height < chain.height:
-            branches.look(turn, chain, height, raw)
-        elif height == chain.height:
-            chain = chain.copy() if height == start else chain
-            try:
-                chain.append(raw)
-            except BrokenChain as error:
-                if branches.elsewhere(turn.state, chain, raw):
-                    return turn.note("ledger", reason=f"entry {height} is of another branch than mine")
-                turn.stop(f"the coordinator sent entry {height}, which may not follow: {error.reason}", 1)
-        if turn.state.stopped:
-            return
-    if chain.height > start:
-        if chain.lock.run_id != turn.state.lock.run_id:
-            return turn.stop("the coordinator's ledger is of another run than this node's lock", 1)
-        turn.do(Store(start, tuple(entry.raw for entry in chain.entries[start:])))
-        turn.set(chain=chain, wanted=max(turn.state.wanted, chain.height))
-        if not turn.state.applying:
-            turn.check_digest()
-        _forget_old_rounds(turn)
+    sources.take(turn, first, raws)
+    _forget_old_rounds(turn)
+
+
+def _on_peer_entries(turn: Turn, event: PeerEntries) -> None:
+    sources.answered(turn, event)
+    _forget_old_rounds(turn)
 
 
 def _forget_old_rounds(turn: Turn) -> None:
@@ -218,4 +201,6 @@ _HANDLERS: dict[type[Message], Callable[[Turn, Any], None]] = {
     **evidence.HANDLERS,
     **catchup.HANDLERS,
     **branches.HANDLERS,
+    **sources.HANDLERS,
 }
+ON_EVENT: dict[type[Event], Callable[[Turn, Any], None]] = {PeerEntries: _on_peer_entries}

@@ -134,7 +134,12 @@ class Direct:
     """One donor by its own addresses, all tried at once; the first that connects is used."""
 
     def __init__(
-        self, context: zmq.Context[Any], secret: bytes, key: bytes, addresses: Sequence[str]
+        self,
+        context: zmq.Context[Any],
+        secret: bytes,
+        key: bytes,
+        addresses: Sequence[str],
+        most: int = MOST,
     ) -> None:
         self._since = time.monotonic()
         self._wires: list[Wire] = []
@@ -142,7 +147,7 @@ class Direct:
         for address in addresses:
             try:
                 zmtp.host_and_port(address)
-                self._wires.append(Wire(context, secret, key, address))
+                self._wires.append(Wire(context, secret, key, address, most))
             except (ValueError, zmq.ZMQError) as error:
                 self._bad = str(error)
 

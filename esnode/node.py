@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from esnode import catchup, evidence, inbox, pausing, proof
+from esnode import catchup, evidence, inbox, pausing, proof, sources
 from esnode.events import (
     About,
     Apply,
@@ -39,7 +39,7 @@ from esnode.nodestate import FINISHED, HELLO_FIRST, Running, Sent, State, Turn
 from protocol.chain import BrokenChain, Chain
 from protocol.entries import CommitBody, EntryKind
 from protocol.lock import Lock
-from protocol.messages import RELEASED, RUN_ENDED, Failed, Fetch, Kind, NodeBeat, Release, Result, Unit
+from protocol.messages import RELEASED, RUN_ENDED, Failed, Kind, NodeBeat, Release, Result, Unit
 from protocol.seeds import member_seed
 from protocol.shaping import mean_and_std
 from protocol.wire import MAX_ENGINES
@@ -49,8 +49,6 @@ __all__ = ["State", "new", "step"]
 BEAT_EVERY = 2.0  # seconds without sending
 SILENCE = 10.0  # of the coordinator, until Hello is said again
 FAREWELL = 3.0  # a leaving or ended node waits for the Bye
-FETCH_AGAIN = 2.0  # seconds without Entries
-FETCH_COUNT = 256
 TELL_EVERY = 4  # beats between repeated words on D: a lost Applied must not be lost for good
 
 
@@ -254,7 +252,7 @@ def _on_received(turn: Turn, event: Received) -> None:
 
 def _go_on(turn: Turn) -> None:
     """Fetch what is missing, move the master, start the next units, say farewell when the run is over."""
-    _fetch(turn)
+    sources.fetch(turn)
     catchup.consider(turn)
     if turn.state.applying or turn.state.rewinding is not None:
         return
@@ -269,15 +267,6 @@ def _go_on(turn: Turn) -> None:
     if state.chain.ended and state.applied == state.chain.height and state.until is None:
         turn.tell_applied()
         turn.set(until=state.now + FAREWELL)
-
-
-def _fetch(turn: Turn) -> None:
-    state = turn.state
-    if not state.joined or state.wanted <= state.chain.height:
-        return
-    if state.fetched is None or state.now - state.fetched >= FETCH_AGAIN:
-        turn.send(Fetch(state.chain.height, FETCH_COUNT))
-        turn.set(fetched=state.now)
 
 
 def _advance(turn: Turn) -> None:
@@ -331,4 +320,5 @@ _ON_EVENT: dict[type[Event], Callable[[Turn, Any], None]] = {
     **catchup.ON_EVENT,
     **pausing.HANDLERS,
     **proof.ON_EVENT,
+    **inbox.ON_EVENT,
 }

@@ -27,6 +27,7 @@ from protocol.messages import (
     Result,
     Unit,
 )
+from protocol.peers import Donor
 
 HELLO_FIRST, HELLO_LAST = 0.5, 2.0  # seconds between Hellos, doubling
 UNITS_TOLD = 64
@@ -86,6 +87,16 @@ class Proof:
 
 
 @dataclass(frozen=True, slots=True)
+class Sources:
+    """The peers that may be asked, and the question that is open."""
+
+    peers: tuple[Donor, ...] = ()
+    turn: int = 0  # whose turn it is
+    asked: float = float("-inf")  # when a peer was asked, last
+    open: bool = False  # and it has not answered
+
+
+@dataclass(frozen=True, slots=True)
 class State:
     """All a node knows; a value: neither it nor anything in it is changed in place."""
 
@@ -117,6 +128,7 @@ class State:
     hello_wait: float = HELLO_FIRST
     wanted: int = 0  # height the coordinator is known to have
     fetched: float | None = None  # when the Fetch left that is not answered
+    sources: Sources = Sources()  # peers that may be asked instead
     every: int | None = None  # rounds between snapshots; None until the coordinator has said it
     relay: int = 0  # port of the relay beside the coordinator, 0 for none
     held_snapshots: tuple[Held, ...] = ()  # on this node's disk, the newest first

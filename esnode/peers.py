@@ -22,12 +22,14 @@ from esnode import joined, nodeoptions, room
 from esnode.duty import read_policy
 from esnode.events import Event
 from esnode.folder import write_file
+from esnode.gleaner import Gleaner
 from esnode.nodeoptions import Options
 from esnode.policy import MBIT
 from esnode.room import Room
 from esnode.salvage import PEER_FILE
 from esnode.snapshotevents import (
     Fetched,
+    FetchEntries,
     FetchFailed,
     Fetching,
     FetchSnapshot,
@@ -111,6 +113,7 @@ class Peers:
         self._receiver: Child | None = None
         self._fetching: FetchSnapshot | None = None
         self._relay = ""
+        self._gleaner = Gleaner(keys.read_curve(folder / "curve.key"))
 
     @property
     def pids(self) -> list[int]:
@@ -196,6 +199,10 @@ class Peers:
             }
         )
 
+    def ask(self, order: FetchEntries) -> None:
+        """Ask a peer for ledger entries; its answer comes out of `events`."""
+        self._gleaner.ask(order, time.monotonic())
+
     def stop_fetch(self) -> None:
         """End the transfer; nothing more is said of it."""
         if self._receiver is not None:
@@ -215,6 +222,9 @@ class Peers:
         elif self._bind and now > self._again:
             self._again = now + AGAIN_SECONDS
             self._start_donor()
+        return [*self._gleaner.events(now), *self._transferred(now)]
+
+    def _transferred(self, now: float) -> list[Event]:
         if self._receiver is None:
             return []
         found = [event for words in self._receiver.hear() for event in self._event(words, now)]
@@ -243,6 +253,7 @@ class Peers:
     def close(self) -> None:
         """End both."""
         self.stop_fetch()
+        self._gleaner.close()
         self._stop_donor()
         self._bind = ""
 

@@ -1,4 +1,4 @@
-"""The part of `events.py` that is about snapshots: written here, fetched from peers.
+"""The part of `events.py` that is about peers: snapshots written here or fetched, entries fetched.
 
 Pure. Under the same contract of order; reached through `esnode.events`, which joins both.
 """
@@ -6,6 +6,7 @@ Pure. Under the same contract of order; reached through `esnode.events`, which j
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from protocol.peers import Donor
 
@@ -79,6 +80,18 @@ class PeerPoisoned:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class PeerEntries:
+    """A peer's answer to `FetchEntries`: raw entries from height `first` on, none when it has no more."""
+
+    now: float
+    key: bytes
+    first: int
+    raws: tuple[bytes, ...]
+
+
+PeerEvent: TypeAlias = Saved | Fetching | Fetched | FetchFailed | PeerReached | PeerPoisoned | PeerEntries
+
 # ---------------------------------------------------------------- effects
 
 
@@ -108,3 +121,18 @@ class FetchSnapshot:
 @dataclass(frozen=True, slots=True)
 class StopFetch:
     """Stop the transfer; nothing more is said of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class FetchEntries:
+    """Ask this peer for ledger entries, beside all other work; `PeerEntries` follows if it answers.
+
+    An earlier question that was not answered is forgotten.
+    """
+
+    peer: Donor
+    first: int
+    count: int
+
+
+PeerEffect: TypeAlias = Save | FetchSnapshot | FetchEntries | StopFetch

@@ -12,10 +12,11 @@ SLICE = 256 * 1024  # bytes of a snapshot in one message
 GRANT = 1 << 20  # bytes asked for in one message at most
 MOST_DONORS = 16
 MOST_ADDRESSES = 8
+MOST_NEIGHBOURS = 4
 
 
 class Reach(Message, frozen=True):
-    """node -> coordinator, after Welcome: where my peer socket listens; no address: it serves nobody."""
+    """node -> coordinator, after Welcome and every minute: where my peer socket listens, () when nowhere."""
 
     addresses: tuple[str, ...]
 
@@ -131,6 +132,12 @@ class WrongFile(Message, frozen=True):
     reason: str
 
 
+class Neighbours(Message, frozen=True):
+    """coordinator -> node, after Reach: a few peers that give ledger entries when I am slow or silent."""
+
+    peers: tuple[Donor, ...]
+
+
 _KB = 1024
 
 SCHEMA: tuple[Rule, ...] = (
@@ -148,4 +155,5 @@ SCHEMA: tuple[Rule, ...] = (
     Rule(47, PartData, "peer", SLICE + 128, ""),
     Rule(48, Sorry, "peer", 3 * _KB, ""),
     Rule(49, WrongFile, "coordinator", 3 * _KB, ""),
+    Rule(51, Neighbours, "coordinator", 6 * _KB, ""),
 )

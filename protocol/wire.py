@@ -36,7 +36,7 @@ from protocol.messages import (
     Unit,
     Welcome,
 )
-from protocol.peers import GRANT, MOST_ADDRESSES, MOST_DONORS, PartAsk, Snapshots
+from protocol.peers import GRANT, MOST_ADDRESSES, MOST_DONORS, MOST_NEIGHBOURS, PartAsk, Snapshots
 from protocol.peers import SCHEMA as PEER_SCHEMA
 from protocol.terms import PROOF
 
@@ -188,6 +188,7 @@ _COUNTS = {"units": MAX_UNITS, "entries": MAX_ENTRIES, "sums": MAX_CHUNKS, "time
 _COUNTS |= dict.fromkeys(("pieces", "held", "derived"), MAX_PIECES)
 _COUNTS |= dict.fromkeys(("digests", "scores"), MAX_VALUES)
 _COUNTS |= {"fingerprints": MAX_ENGINES, "addresses": MOST_ADDRESSES, "donors": MOST_DONORS}
+_COUNTS |= {"peers": MOST_NEIGHBOURS}
 
 
 _WORDS = {

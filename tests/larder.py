@@ -17,15 +17,18 @@ import numpy as np
 import esnode.events as ne
 from esnode.snapshotevents import (
     Fetched,
+    FetchEntries,
     FetchFailed,
     Fetching,
     FetchSnapshot,
+    PeerEntries,
     PeerPoisoned,
     PeerReached,
     Save,
     Saved,
 )
 from protocol.entries import Entry, EntryKind
+from protocol.messages import Entries, Fetch
 from protocol.peers import Donor
 from tests.replica import Weights, digest_of
 
@@ -161,6 +164,28 @@ class Larder:
             return node.step(FetchFailed(node.clock, "no space left on device"))
         self._keep(file)
         node.step(Fetched(node.clock, file.round, file.entry, file.root, file.size, "from peers"))
+
+    # ------------------------------------------------------------ ledger entries
+
+    def ask(self, effect: FetchEntries) -> None:
+        """A question to a peer's ledger file and its answer: each takes its time, and may be lost."""
+        node, world = self.node, self.node.world
+        peer, question = world.by_key[effect.peer.key], Fetch(effect.first, effect.count)
+
+        def answer() -> None:
+            if not peer.up:
+                return
+            raws = tuple(entry.raw for entry in entries_held(peer)[effect.first :][: effect.count])
+            if peer.larder.poisons and raws:
+                raws = (raws[0][:-1] + bytes([raws[0][-1] ^ 1]), *raws[1:])
+            for seconds in world.network.journeys(peer.name, node.name, Entries(effect.first, raws)):
+                node.later(seconds, partial(arrive, raws))
+
+        def arrive(raws: tuple[bytes, ...]) -> None:
+            node.step(PeerEntries(node.clock, peer.key, effect.first, raws))
+
+        for seconds in world.network.journeys(node.name, peer.name, question):
+            world.after(seconds, answer)
 
 
 def entries_held(node: SimNode) -> list[Entry]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import esnode.events as ne
 import esnode.proofevents as pe
 from esnode import node
-from esnode.snapshotevents import FetchSnapshot, Save, StopFetch
+from esnode.snapshotevents import FetchEntries, FetchSnapshot, Save, StopFetch
 from protocol.entries import Entry
 from protocol.messages import Bye, Enrol, Enrolled, Kind, Message, Refuse, Unit
 from tests.actors import COORDINATOR, Actor
@@ -65,7 +65,10 @@ class SimNode(Actor):
         self.state = node.new(world.lock, self._about())
 
     def _about(self) -> ne.About:
-        return ne.About(self.name, "reference", "simulated", b"selftest", b"engine-1", lanes=self.lanes)
+        dial = (f"tcp://{self.name}:1",) if self.world.dialled else ()
+        return ne.About(
+            self.name, "reference", "simulated", b"selftest", b"engine-1", addresses=dial, lanes=self.lanes
+        )
 
     def begin(self) -> None:
         if self._newcomer:
@@ -174,6 +177,8 @@ class SimNode(Actor):
                 self.larder.save(effect)
             case FetchSnapshot():
                 self.larder.fetch(effect)
+            case FetchEntries():
+                self.larder.ask(effect)
             case StopFetch():
                 self.larder.stop()
             case pe.Heal(entries):

@@ -298,6 +298,13 @@ def liars(world: World, rng: random.Random) -> None:
     world.nodes[rng.choice(names)].lie = more
 
 
+def dialled(world: World, rng: random.Random) -> None:
+    """Nodes give each other ledger entries, some of them spoiled ones."""
+    world.dialled = True
+    for name in sorted(world.nodes):
+        world.nodes[name].larder.poisons = world.nodes[name].larder.poisons or rng.random() < 0.1
+
+
 Mischief = Callable[[World, random.Random], None]
 MISCHIEF: tuple[tuple[float, Mischief], ...] = (
     (0.3, poisoned),
@@ -320,6 +327,7 @@ MISCHIEF: tuple[tuple[float, Mischief], ...] = (
     (0.15, succession),
     (0.15, liars),
     (0.4, lanes),
+    (0.3, dialled),
 )
 IN_CALM: tuple[tuple[float, Mischief], ...] = (
     (1.0, miscomputes),

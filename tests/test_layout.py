@@ -85,6 +85,7 @@ PURE: dict[str, set[str]] = {
     "coordinator/turn.py": {"msgspec"},
     "coordinator/work.py": {"msgspec"},
     "esnode/catchup.py": set(),
+    "esnode/sources.py": set(),
     "esnode/snapshotevents.py": set(),
     "esnode/proofevents.py": set(),
     "esnode/transfer.py": set(),

@@ -125,6 +125,7 @@ EXAMPLES: tuple[Message, ...] = (
     peers.PartData(b"R" * 32, 7, 2**18, b"weights"),
     peers.Sorry(b"R" * 32, "it is gone"),
     peers.WrongFile(20, b"R" * 32, "the signed root is another"),
+    peers.Neighbours((peers.Donor(b"k" * 32, "b", ("tcp://10.0.0.7:4100",)),)),
     Return(3, 7, entry()),
 )  # fmt: skip
 
@@ -214,6 +215,12 @@ STRATEGIES: dict[type[Message], st.SearchStrategy[Any]] = {
     peers.PartData: st.builds(peers.PartData, B32, U32, U32, st.binary(max_size=99)),
     peers.Sorry: st.builds(peers.Sorry, B32, TEXT),
     peers.WrongFile: st.builds(peers.WrongFile, U32, B32, TEXT),
+    peers.Neighbours: st.builds(
+        peers.Neighbours,
+        st.lists(
+            st.builds(peers.Donor, B32, TEXT, st.lists(TEXT, max_size=2).map(tuple)), max_size=3
+        ).map(tuple),
+    ),
     Evidence: st.builds(Evidence, UNITS, U32, U32, st.lists(SUMS, max_size=9).map(tuple)),
 }  # fmt: skip
 

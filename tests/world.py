@@ -70,6 +70,7 @@ class World:
         self.apply_ms = 20.0  # a node's time to apply one entry
         self.coming = 0  # starts that are scheduled
         self.gone: set[str] = set()  # nodes that go for good
+        self.dialled = False  # whether nodes serve each other ledger entries
         self.failing = False  # whether a process may end with code 1
         self.nodes: dict[str, SimNode] = {}
         for k in range(nodes):
