@@ -17,7 +17,7 @@ from esnode import manifest
 from esnode.engines.replica_engine import ReplicaEngine
 from esnode.kernels.interface import Kernels, Region
 from esnode.kernels.reference import ReferenceKernels
-from esnode.state import master_of
+from esnode.parts import master_of
 from protocol import seeds
 from protocol.ledger import Chain, Entry, step_of
 from protocol.lock import Lock

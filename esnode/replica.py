@@ -20,8 +20,10 @@ from esnode import manifest
 from esnode.engines.interface import MemoryPlan
 from esnode.hostmaster import HostMaster
 from esnode.kernels.interface import Kernels, Slice
+from esnode.parts import Part
+from esnode.shards import Shards
 from esnode.slicemap import Views
-from esnode.state import DTYPES, Part, Pieces, State
+from esnode.state import DTYPES, Pieces, State
 from protocol.bodies import Entry
 from protocol.lock import Lock, TensorSpec
 from protocol.pieces import Piece
@@ -43,9 +45,10 @@ class Replica:
         *,
         device: str = "cpu",
         host: HostMaster | None = None,
+        shards: Shards | None = None,
     ) -> None:
         """Fill a model from its checkpoint. `views` maps stored names to its memory; both come from
-        `slicemap.build`.
+        `slicemap.build`. With `shards`, one rank's, `views` maps their labels; both come from `shardmap`.
 
         A view of another dtype than the lock's live dtype (a model computed in float32 because the CPU is
         slow in bf16) receives the same rounded values. `host` holds the masters if not `device`. Errors as of
@@ -55,12 +58,20 @@ class Replica:
         self._live = DTYPES[lock.live_dtype]
         self._kernels = kernels
         self._weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-        sizes = [
-            views[spec.name].numel() for spec in lock.manifest if spec.trained and not self._direct(spec.name)
-        ]
+        trained = [spec.name for spec in lock.manifest if spec.trained]
+        if shards is not None:
+            trained = [shard.label for name in trained for shard in shards.get(name, ())]
+        sizes = [views[name].numel() for name in trained if not self._direct(name)]
         self._scratch = torch.empty(max(sizes, default=0), dtype=self._live, device=device)
         self.state = State.load(
-            lock, folder, kernels, device=device, host=host, frozen=self._freeze, visit=self._restore_part
+            lock,
+            folder,
+            kernels,
+            device=device,
+            host=host,
+            frozen=self._freeze,
+            visit=self._restore_part,
+            shards=shards,
         )
 
     def _direct(self, name: str) -> bool:
@@ -162,6 +173,11 @@ class Replica:
     def digest(self) -> int:
         """D of the master."""
         return self.state.digest()
+
+    @property
+    def device(self) -> str:
+        """Where the master lies."""
+        return str(self.state.parts[0].master.device)
 
     def read(self, name: str) -> NDArray[np.float32]:
         """float32 copy of a tensor's master (or frozen value), full shape."""

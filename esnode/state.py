@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +20,9 @@ from numpy.typing import NDArray
 from esnode import manifest
 from esnode.hostmaster import HostMaster
 from esnode.kernels.interface import Kernels, Region
+from esnode.parts import Part, master_of
 from esnode.replay import DamagedMaster, fold
-from protocol import noise, seeds
+from esnode.shards import Shards, cut, runs, slices, window
 from protocol.bodies import Entry, step_of
 from protocol.errors import UserError
 from protocol.lock import Lock, TensorSpec
@@ -36,7 +36,7 @@ FP16_LIMIT = 32768.0  # a perturbed weight must stay below fp16's 65504
 U64 = 1 << 64
 
 Frozen = Callable[[TensorSpec, NDArray[Any]], None]
-Visit = Callable[["Part"], None]
+Visit = Callable[[Part], None]
 Pieces = Iterable[tuple[int, int, memoryview]]  # (array in name order, first byte, bytes)
 
 
@@ -48,20 +48,6 @@ class TornState(RuntimeError):
     """An update was interrupted half-way: this state is of no round and must be loaded again."""
 
 
-@dataclass(slots=True)
-class Part:
-    """One trained tensor: `master` is 1-D fp32 or bf16, `region` its place in the full tensor.
-
-    `digest` is what was written last; what is read later must have it too.
-    """
-
-    spec: TensorSpec
-    key: int
-    region: Region
-    master: torch.Tensor
-    digest: int = 0
-
-
 def ignore(spec: TensorSpec, values: NDArray[Any]) -> None:
     """The taker of frozen tensors of somebody who has no model."""
 
@@ -71,7 +57,10 @@ def nothing(part: Part) -> None:
 
 
 class State:
-    """The masters of one run in one process. Not thread-safe."""
+    """The masters of one run in one process, or of one rank's slices. Not thread-safe.
+
+    A rank's D is the sum over the slices that it counts (`Shard.counted`); the sum over ranks is the run's.
+    """
 
     def __init__(
         self,
@@ -85,8 +74,10 @@ class State:
         self.folder = Path(folder)
         self.kernels = kernels
         self.parts = parts
-        self._by_name = {part.spec.name: part for part in parts}
-        self._in_name_order = sorted(range(len(parts)), key=lambda k: parts[k].spec.name)
+        self._by_tensor: dict[str, list[Part]] = {}
+        for part in parts:
+            self._by_tensor.setdefault(part.shard.tensor, []).append(part)
+        self._trained = sorted(spec.name for spec in lock.manifest if spec.trained)
         self._host = host
         self._seen = 0 if host is None else host.writes()
         self._torn = False
@@ -103,9 +94,10 @@ class State:
         host: HostMaster | None = None,
         frozen: Frozen = ignore,
         visit: Visit = nothing,
+        shards: Shards | None = None,
     ) -> State:
         """The base checkpoint's state, read tensor by tensor; each master is handed to `visit`, each other
-        tensor to `frozen`, as it comes.
+        tensor to `frozen`, as it comes; with `shards`, of each tensor these slices alone.
 
         The masters are on `device`, or in `host`, shared memory: that a leader fills, and that anybody else
         finds filled, perhaps many rounds after the base. The digest is that of the base: for a fork, `replay`
@@ -114,20 +106,21 @@ class State:
         """
         specs = manifest.check(folder, lock)
         if host is not None and not host.leader:
-            return cls._attached(lock, folder, kernels, host, frozen, visit)
+            return cls._attached(lock, folder, kernels, host, frozen, visit, shards)
         parts = []
-        for spec, values in manifest.tensors(folder, specs):
-            if lock.live_dtype == "float16" and values.dtype == np.float32:
-                _require_small(spec, values)
-            if not spec.trained:
-                frozen(spec, values)
-                continue
-            master = master_of(values, lock.master)
-            master = master.to(device) if host is None else host.views[spec.name].copy_(master)
-            part = Part(spec, seeds.tensor_key(spec.name), Region.whole(values.size), master)
-            part.digest = kernels.digest(part.master, part.key, part.region)
-            parts.append(part)
-            visit(part)
+        for spec, whole in manifest.tensors(folder, specs):
+            if lock.live_dtype == "float16" and whole.dtype == np.float32:
+                _require_small(spec, whole)
+            for shard, local, values in cut(spec, whole, shards):
+                if not spec.trained:
+                    frozen(local, values)
+                    continue
+                master = master_of(values, lock.master)
+                master = master.to(device) if host is None else host.views[local.name].copy_(master)
+                part = Part(local, shard, master)
+                part.digest = kernels.digest(part.master, part.key, part.region)
+                parts.append(part)
+                visit(part)
         made = cls(lock, folder, kernels, parts, host)
         made._publish()
         return made
@@ -141,12 +134,16 @@ class State:
         host: HostMaster,
         frozen: Frozen,
         visit: Visit,
+        shards: Shards | None,
     ) -> State:
-        for spec, values in manifest.tensors(folder, [spec for spec in lock.manifest if not spec.trained]):
-            frozen(spec, values)
+        for spec, whole in manifest.tensors(folder, [spec for spec in lock.manifest if not spec.trained]):
+            for _, local, values in cut(spec, whole, shards):
+                frozen(local, values)
         parts = [
-            Part(spec, seeds.tensor_key(spec.name), Region.whole(master.numel()), master)
-            for spec, master in ((spec, host.views[spec.name]) for spec in lock.manifest if spec.trained)
+            Part(local, shard, host.views[local.name])
+            for spec in lock.manifest
+            for shard, local in slices(spec, shards)
+            if spec.trained
         ]
         made = cls(lock, folder, kernels, parts, host)
         made.refresh(visit)
@@ -192,7 +189,7 @@ class State:
             self._seen = self._host.writes()
 
     def _total(self) -> int:
-        self._digest = sum(part.digest for part in self.parts) % U64
+        self._digest = sum(part.digest for part in self.parts if part.shard.counted) % U64
         return self._digest
 
     def digest(self) -> int:
@@ -203,7 +200,15 @@ class State:
     def recompute_digest(self) -> int:
         """D taken afresh from the masters in memory: differs from `digest()` only when memory was damaged."""
         self.require_whole()
-        return sum(map(self._read, self.parts)) % U64
+        return sum(self._read(part) for part in self.parts if part.shard.counted) % U64
+
+    def shared(self) -> dict[int, int]:
+        """Sum of the digests of the slices that several ranks hold, by the bit mask of those ranks."""
+        sums: dict[int, int] = {}
+        for part in self.parts:
+            if part.shard.holders.bit_count() > 1:
+                sums[part.shard.holders] = (sums.get(part.shard.holders, 0) + part.digest) % U64
+        return sums
 
     def _read(self, part: Part) -> int:
         return self.kernels.digest(part.master, part.key, part.region)
@@ -215,7 +220,8 @@ class State:
         whole round have been measured on it.
         """
         self.require_whole()
-        return tuple(part.spec.name for part in self.parts if self._read(part) != part.digest)
+        found = (part.shard.tensor for part in self.parts if self._read(part) != part.digest)
+        return tuple(dict.fromkeys(found))
 
     def require_intact(self) -> None:
         """DamagedMaster when a weight has changed by itself."""
@@ -224,18 +230,36 @@ class State:
             raise DamagedMaster(damaged)
 
     def piece_digest(self, piece: Piece) -> int:
-        """Digest of a run of elements, read from memory."""
-        part = self._by_name[piece.tensor]
-        values = part.master[piece.first : piece.first + piece.count]
-        return self.kernels.digest(values, part.key, Region.whole(piece.count, piece.first))
+        """Digest of a run of elements, read from memory; of what this process counts of it."""
+        found = [
+            self.kernels.digest(part.master[place : place + region.count], part.key, region)
+            for part, place, region in self._runs(piece.tensor, piece.first, piece.first + piece.count)
+            if part.shard.counted
+        ]
+        return sum(found) % U64
 
     def overwrite(self, piece: Piece, values: torch.Tensor, visit: Visit = nothing) -> None:
         """Write a run of elements that replay has derived."""
-        part = self._by_name[piece.tensor]
         with self._writing():
-            part.master[piece.first : piece.first + piece.count].copy_(values)
-            part.digest = self._read(part)
-        visit(part)
+            touched = self._write(piece.tensor, piece.first, values)
+            for part in touched:
+                part.digest = self._read(part)
+        for part in touched:
+            visit(part)
+
+    def _runs(self, tensor: str, first: int, end: int) -> list[tuple[Part, int, Region]]:
+        """(part, place in its master, region) of what is held of a run of a tensor's elements."""
+        parts = self._by_tensor.get(tensor, ())
+        return [(part, *run) for part in parts for run in runs(part.region, first, end)]
+
+    def _write(self, tensor: str, first: int, values: torch.Tensor) -> list[Part]:
+        """Put flat values, the first of index `first`, where they belong; the parts they went into."""
+        touched: dict[int, Part] = {}
+        for part, place, region in self._runs(tensor, first, first + values.numel()):
+            target = part.master[place : place + region.count].view(region.rows, region.width)
+            target.copy_(window(values, first, region))
+            touched[id(part)] = part
+        return list(touched.values())
 
     def apply(self, entries: Sequence[Entry], visit: Visit = nothing, lock: Lock | None = None) -> list[int]:
         """Fold entries into the masters, all of them in one pass over memory; D after each.
@@ -262,7 +286,8 @@ class State:
             for part in self.parts:
                 digests = self.kernels.update(part.master, steps, part.key, part.region)
                 part.digest = digests[-1]
-                totals = [total + digest for total, digest in zip(totals, digests, strict=True)]
+                if part.shard.counted:
+                    totals = [total + digest for total, digest in zip(totals, digests, strict=True)]
                 visit(part)
         return [total % U64 for total in totals]
 
@@ -272,35 +297,46 @@ class State:
         Also mends a state whose update was interrupted. For a fork, `replay` the parents' chains next.
         """
         with self._writing():
-            for spec, values in manifest.tensors(self.folder, [part.spec for part in self.parts]):
-                part = self._by_name[spec.name]
-                part.master.copy_(master_of(values, self.lock.master))
-                part.digest = self._read(part)
-                visit(part)
+            held = [spec for spec in self.lock.manifest if spec.name in self._by_tensor]
+            for spec, values in manifest.tensors(self.folder, held):
+                for part in self._write(spec.name, 0, master_of(values, self.lock.master)):
+                    part.digest = self._read(part)
+                    visit(part)
         return self._digest
 
     def chunk(self, array: int, first: int, end: int) -> NDArray[np.uint8]:
-        """Bytes of one master, little-endian; arrays count in name order. For `esnode.snapshot`."""
+        """Bytes of one master, little-endian; arrays count in name order. For `esnode.snapshot`.
+
+        Of a state of whole tensors; ranks answer with `held_bytes`.
+        """
         self.require_whole()
-        return self._bytes(array)[first:end].cpu().numpy()
+        (part,) = self._by_tensor[self._trained[array]]
+        return part.master.view(torch.uint8)[first:end].cpu().numpy()
+
+    def held_bytes(self, array: int, first: int, end: int) -> list[tuple[Region, bytes]]:
+        """What this process counts of bytes `first` to `end` of one master: elements' regions and bytes."""
+        self.require_whole()
+        size = DTYPES[self.lock.master].itemsize
+        return [
+            (region, part.master[place : place + region.count].view(torch.uint8).cpu().numpy().tobytes())
+            for part, place, region in self._runs(self._trained[array], first // size, end // size)
+            if part.shard.counted
+        ]
 
     def refill(self, pieces: Pieces, visit: Visit = nothing) -> int:
         """Overwrite all masters with (array, first byte, bytes) pieces; D taken afresh from the memory.
 
         What raises half-way leaves a torn state, to be refilled or `reset`.
         """
+        dtype = DTYPES[self.lock.master]
         with self._writing():
             for array, first, data in pieces:
-                target = self._bytes(array)[first : first + len(data)]
-                target.copy_(torch.from_numpy(np.frombuffer(data, np.uint8).copy()))
+                values = torch.from_numpy(np.frombuffer(data, np.uint8).copy()).view(dtype)
+                self._write(self._trained[array], first // dtype.itemsize, values)
             for part in self.parts:
                 part.digest = self._read(part)
                 visit(part)
         return self._digest
-
-    def _bytes(self, array: int) -> torch.Tensor:
-        part = self.parts[self._in_name_order[array]]
-        return part.master.view(torch.uint8)
 
     def replay(self, chain: Chain, upto: int, visit: Visit = nothing) -> int:
         """Fold the first `upto` rounds of an ancestor's chain; D after them.
@@ -313,7 +349,7 @@ class State:
             raise StateError(
                 f"a fork keeps its parent's master dtype: {theirs.master} there, {ours.master} here."
             )
-        trained = {spec.name for spec in theirs.manifest if spec.trained} ^ set(self._by_name)
+        trained = {spec.name for spec in theirs.manifest if spec.trained} ^ set(self._trained)
         if trained:
             raise StateError(
                 f"a fork trains the tensors its parent trained; {sorted(trained)[0]} is in one only."
@@ -332,8 +368,8 @@ class State:
         KeyError for a name that is not in the manifest, ValueError for an integer tensor.
         """
         self.require_whole()
-        part = self._by_name.get(name)
-        if part is not None:
+        if name in self._by_tensor:
+            (part,) = self._by_tensor[name]
             array = part.master.detach().to("cpu", torch.float32, copy=True).numpy()
             return array.reshape(part.spec.shape)
         tensor = manifest.stored(self.folder)[name]
@@ -344,13 +380,6 @@ class State:
             raise TornState("an update of the weights was interrupted half-way: load the replica again")
         if self._host is not None and not (self._host.whole and self._host.writes() == self._seen):
             raise TornState("the leader of the shared master has begun to write: refresh first")
-
-
-def master_of(values: NDArray[np.float32], dtype: str) -> torch.Tensor:
-    """The master of a float32 image; it takes over the array's memory when it is float32 too."""
-    if dtype == "float32":
-        return torch.from_numpy(values)
-    return torch.from_numpy(noise.round_bf16(values).view(np.int16)).view(torch.bfloat16)
 
 
 def _require_small(spec: TensorSpec, values: NDArray[np.float32]) -> None:

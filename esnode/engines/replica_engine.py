@@ -143,7 +143,7 @@ class ReplicaEngine(ABC):
     @property
     def device(self) -> str:
         """Where the master lies."""
-        return str(self._replica.state.parts[0].master.device)
+        return self._replica.device
 
     def damaged(self) -> tuple[str, ...]:
         """Tensors whose master has changed by itself since it was written; reads all of it."""
