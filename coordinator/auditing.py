@@ -71,11 +71,11 @@ def give_out(turn: Turn, keys: Sequence[bytes] | None = None) -> None:
     """Find a second node, among these or all, for every audit without: the least loaded that may work."""
     if turn.over:
         return
-    nodes = turn.nodes if keys is None else {key: turn.nodes[key] for key in keys}
     for case in turn.audits.cases:
         if case.auditor or case.round != turn.round.number:
             continue
         unit = case.first.unit
+        nodes = turn.nodes if keys is None else {key: turn.nodes[key] for key in keys}
         room = [
             (len(node.leases), node.number or 0, key)
             for key, node in nodes.items()
@@ -214,19 +214,9 @@ def on_tick(turn: Turn) -> None:
 
 def forget(turn: Turn, key: bytes) -> None:
     """A node says Hello anew: what it measured before may have gone with its process."""
-    audits = turn.audits
-    kept = tuple(
-        replace(case, mine=_without(case.mine, key), theirs=_without(case.theirs, key))
-        for case in audits.cases
-        if key not in (case.first.key, case.auditor)
-    )
-    recent = _without(audits.recent, key)
-    if (kept, recent) != (audits.cases, audits.recent):
-        turn.set(audits=replace(audits, cases=kept, recent=recent))
-
-
-def _without(halves: tuple[Half, ...], key: bytes) -> tuple[Half, ...]:
-    return tuple(half for half in halves if half.key != key)
+    left = turn.audits.without(key)
+    if left != turn.audits:
+        turn.set(audits=left)
 
 
 # ---------------------------------------------------------------- the judgement

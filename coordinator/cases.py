@@ -72,3 +72,16 @@ class Audits(msgspec.Struct, frozen=True):
     cases: tuple[Case, ...] = ()
     recent: tuple[Half, ...] = ()  # the newest results of the round, for references
     until: float | None = None  # a complete round waits until then
+
+    def without(self, key: bytes) -> Audits:
+        """What does not rest on anything that this node measured."""
+        kept = tuple(
+            replace(case, mine=_others(case.mine, key), theirs=_others(case.theirs, key))
+            for case in self.cases
+            if key not in (case.first.key, case.auditor)
+        )
+        return replace(self, cases=kept, recent=_others(self.recent, key))
+
+
+def _others(halves: tuple[Half, ...], key: bytes) -> tuple[Half, ...]:
+    return tuple(half for half in halves if half.key != key)

@@ -178,8 +178,8 @@ def _on_kept(turn: Turn, key: bytes, message: Kept) -> None:
     signed = _signed_instead(turn.state, message)
     if signed:
         return _tell_wrong(turn, key, message, signed)
-    if message in peer.kept or message.round > turn.chain.round:
-        return
+    if message in peer.kept or message.round > turn.chain.round or turn.nodes[key].astray is not None:
+        return  # known, or of another branch
     others = [kept for kept in peer.kept if kept.round != message.round]
     kept = tuple(sorted((*others, message), key=lambda row: -row.round)[:KEPT])
     _put(turn, key, replace(peer, kept=kept))

@@ -41,6 +41,7 @@ class Lineage(msgspec.Struct, frozen=True):
     waiting: bool = False  # a successor that has not opened its first round
     force: bool = False  # it does not count who has answered
     since: float = 0.0  # when it began to wait, in this process
+    given: int = 0  # entries of the ledger that its operator chose, as far as they are still held
     recovered: tuple[tuple[int, bytes], ...] = ()  # (height gone on from, signing key before) per succession
     questions: Mapping[bytes, Question] = {}  # CURVE key -> what is asked of it
     branches: Mapping[bytes, Chain] = {}  # CURVE key -> its ledger, where that is no beginning of mine

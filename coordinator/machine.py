@@ -163,11 +163,11 @@ def _on_ops(turn: Turn, event: OpsChanged) -> None:
 
 
 def _on_tick(turn: Turn) -> None:
-    if turn.state.ending is not None:
-        return _linger(turn, turn.state.ending)
     if turn.state.lineage.waiting:
         succession.weigh_shown(turn)
         return None if turn.stopped else succession.on_tick(turn)
+    if turn.state.ending is not None:
+        return _linger(turn, turn.state.ending)
     _expire(turn)
     turn.census()
     disputes.on_tick(turn)

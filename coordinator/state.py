@@ -198,7 +198,8 @@ def recall(state: State, record: Record) -> State:
 
 def _succeed(state: State, record: Recovery) -> State:
     """A successor waits on a beginning of the chain, or begins."""
-    lineage = replace(state.lineage, waiting=not record.open)
+    given = min(state.lineage.given, record.height) if state.lineage.waiting else record.height
+    lineage = replace(state.lineage, waiting=not record.open, given=given)
     if record.open:
         lineage = replace(lineage, recovered=(*lineage.recovered, (record.height, record.key)))
     entries = state.chain.entries[: record.height]
@@ -230,10 +231,14 @@ def measure(state: State, evaluator: int, digest: int) -> State:
 
 
 def drop(state: State, evaluator: int) -> State:
-    """The open round without the rewards of this evaluator: they are measured again."""
+    """The open round without the rewards of this evaluator: they are measured, and audited, again."""
     measured = {number: digest for number, digest in state.proof.measured.items() if number != evaluator}
     round = rounds.drop(state.round, evaluator) if state.round else None
-    return replace(state, round=round, proof=replace(state.proof, measured=measured))
+    audits = state.audits
+    for key, number in state.numbers.items() if audits.cases or audits.recent else ():
+        if number == evaluator:
+            audits = audits.without(key)
+    return replace(state, round=round, audits=audits, proof=replace(state.proof, measured=measured))
 
 
 def blame(state: State, record: FaultFound) -> State:

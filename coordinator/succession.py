@@ -205,11 +205,11 @@ def _judge(turn: Turn, peer: bytes, name: str, branch: Chain) -> Place:
     chain = turn.chain
     shared = common(chain, branch)
     twice = next(filter(None, (signed_twice(chain, entry) for entry in branch.entries[shared:])), "")
-    if twice:
+    if twice and shared >= turn.state.lineage.given:  # else the operator chose between the two
         turn.stop(f"{name}: {twice}", 1)
         return UNCLEAR
     if turn.state.lineage.waiting:
-        return _weigh(turn, peer, name, branch, shared)
+        return UNCLEAR if twice else _weigh(turn, peer, name, branch, shared)
     if shared == chain.height:
         return _extend(turn, peer, name, branch, shared)
     if shared <= turn.state.lineage.roots:
@@ -288,10 +288,13 @@ def on_tick(turn: Turn) -> None:
     forced = lineage.force and waited >= FORCED_AFTER
     telling = any(turn.now - question.since < TOLD_WITHIN for question in lineage.questions.values())
     telling = telling and waited < TOLD_AT_ALL
-    if not forced and (not verdict.ok or telling or waited < SETTLED_AFTER):
+    enough = verdict.ok or turn.chain.ended  # nobody works on behind an END: it is only told
+    if not forced and (not enough or telling or waited < SETTLED_AFTER):
         return
     _record(turn, Recovery(True, turn.chain.height, turn.chain.signer))
     turn.round = replace(turn.round, opened=turn.now)
+    if turn.chain.ended:
+        turn.set(ending=turn.now)
     turn.note("succession", what="begins", height=turn.chain.height, reason=verdict.reason, forced=forced)
     for key, branch in turn.state.lineage.branches.items():
         name = turn.state.allowed.get(key, key.hex()[:8])

@@ -186,8 +186,11 @@ class Turn:
         self.effects.append(Send(peer, message))
 
     def broadcast(self, message: Message) -> None:
-        """To every node that is there, on the roster or not."""
+        """To every node that is there, on the roster or not; entries only to those on this branch."""
+        entry = isinstance(message, Commit)
         for key, node in self.nodes.items():
+            if entry and node.astray is not None:
+                continue
             if not node.left and self.now - node.heard <= LOST_AFTER:
                 self.send(key, message)
 

@@ -55,14 +55,15 @@ def elsewhere(state: State, chain: Chain, raw: bytes) -> bool:
 def on_return(turn: Turn, message: Return) -> None:
     """Go back to the last common entry, if the asker took a later term than this branch has.
 
-    The entries left behind are kept in a file; the master is rewound when it reflects one of them.
+    The entries left behind are kept in a file; the master is rewound when it reflects one of them. That one
+    term signed both branches does not stop it here: the later coordinator was started from one of them to end
+    the matter.
     """
     state, height = turn.state, message.height
     chain = state.chain
     if not state.joined or message.term != state.term or not 0 < height < chain.height:
         return
-    look(turn, chain, height, message.entry)
-    if turn.state.stopped or message.entry == chain.entries[height].raw:
+    if message.entry == chain.entries[height].raw:
         return
     if state.term <= chain.term:
         return turn.note("orphans", reason=f"term {state.term} is none to leave a branch of {chain.term} for")

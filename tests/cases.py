@@ -10,7 +10,7 @@ from collections.abc import Callable
 from coordinator.events import EntryAppended
 from protocol.entries import EntryKind, parse
 from protocol.messages import Enrolled
-from tests import people
+from tests import people, rulers
 from tests.actors import CrashPoint
 from tests.network import LOST
 from tests.world import World
@@ -130,6 +130,56 @@ def wrong_update() -> World:
     return world
 
 
+def two_successors() -> World:
+    """Two people start a successor each: the one whom the recent workers answer begins, the other stops."""
+    world = World(seed=48, nodes=3, rounds=5, heirs=rulers.HEIRS)
+    rulers.two_successors(world, 6.0, ("node-0", "node-1"), ("wait", "wait"), notices=30.0)
+    world.run()
+    return world
+
+
+def old_coordinator_returns() -> World:
+    """A successor has taken over, and the lost coordinator's machine comes back: it meets the new term."""
+    world = World(seed=49, nodes=3, rounds=8, heirs=rulers.HEIRS)
+    rulers.old_one_returns(world, 6.0, "node-0", back=14.0, notices=40.0)
+    world.run()
+    return world
+
+
+def cloned_folder() -> World:
+    """Two copies of one data folder sign the same term: found out, then recovered from one of the ledgers."""
+    world = World(seed=50, nodes=4, rounds=12, paces=(0.1,), heirs=rulers.HEIRS)
+    rulers.cloned_folder(world, 6.0, notices=25.0)
+    world.crash("coordinator", at=6.1, down=0.5)
+    world.run()
+    return world
+
+
+def sybils_hide_commits() -> World:
+    """Two nodes of three claim an old beginning only: without the third they stand for too little work."""
+    world = World(seed=51, nodes=3, rounds=6, paces=(0.04, 2.0, 2.0))
+    rulers.sybils(world, 9.0, ("node-1", "node-2"), "node-1")
+    world.run()
+    return world
+
+
+def reward_measured_again() -> World:
+    """A node at fault loses its rewards of the open round: they are measured, and audited, again."""
+    world = World(seed=52, nodes=2, rounds=3, ops={"audit_share": 1.0})
+    for at in (2.0, 4.0):
+        world.at(at, world.nodes["node-1"].flip)
+    world.run()
+    return world
+
+
+def paused_node() -> World:
+    """The owner pauses a node in the middle of a round: its unit goes elsewhere, later it is back."""
+    world = World(seed=53, nodes=2, rounds=4)
+    world.pause("node-1", at=1.5, seconds=6.0)
+    world.run()
+    return world
+
+
 CASES: dict[str, Callable[[], World]] = {
     case.__name__.replace("_", "-"): case
     for case in (
@@ -145,5 +195,11 @@ CASES: dict[str, Callable[[], World]] = {
         revoked_and_back,
         flipped_bit,
         wrong_update,
+        two_successors,
+        old_coordinator_returns,
+        cloned_folder,
+        sybils_hide_commits,
+        reward_measured_again,
+        paused_node,
     )
 }

@@ -132,8 +132,8 @@ class Checkers:
             require(entry.round in before.scored, f"round {entry.round} closed before its held-out probe")
         if self.honest:
             self._replay(entry, body, before)
-            root_ok = not body.snapshot or body.snapshot in self.tree.roots or self.flipped
-            require(root_ok, f"round {entry.round} carries a root of no true state")
+            root_ok = not body.snapshot or self.tree.rooted(body.snapshot, before) or self.flipped
+            require(root_ok, f"round {entry.round} carries a root of no true state of its branch")
 
     def _replay(self, entry: Entry, body: CommitBody, before: Known) -> None:
         """D and every reward are what an independent replay finds."""
@@ -198,6 +198,12 @@ class Checkers:
 
     def whole(self, raws: Sequence[bytes]) -> bool:
         """Whether a node's ledger is the run's."""
+        if self.histories.cloned and raws and parse(raws[-1]).kind is EntryKind.END:
+            return True  # both copies went on to the end, and nobody ever met both
+        return self.at_head(raws)
+
+    def at_head(self, raws: Sequence[bytes]) -> bool:
+        """Whether a node's ledger is the branch with the highest term, all of it."""
         head = self.tree.head
         return bool(raws) and head is not None and raws[-1] == head.entry.raw
 

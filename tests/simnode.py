@@ -118,6 +118,11 @@ class SimNode(Actor):
         elif self.up:
             self.step(ne.Leave(self.clock, "asked to"))
 
+    def say(self, make: type[ne.Pause | ne.Resume], *fields: str) -> None:
+        """The owner's word, if the node is up."""
+        if self.up and not self._newcomer:
+            self.step(make(self.clock, *fields))
+
     def hang(self, seconds: float) -> None:
         """The next evaluation takes this much longer and tells no progress meanwhile."""
         self.hung = seconds

@@ -21,12 +21,13 @@ from functools import partial
 from pathlib import Path
 
 from protocol.plan import bf16
-from tests import people, warden
+from tests import people, rulers, warden
 from tests.actors import COORDINATOR
 from tests.network import Faults
 from tests.replica import Outcome, evidence_of
 from tests.world import World
 
+Mischief = Callable[[World, random.Random], None]
 SAFETY = 40.0  # virtual seconds of faults
 DAY = 86_400.0
 KEEPER = "node-0"  # never goes for good
@@ -93,6 +94,8 @@ def of_seed(seed: int) -> World:
     every, audits = dice.choice((0, 1, 2)), dice.choice((0.0, 0.02, 0.5))
     if dice.random() < 0.05:
         return long_world(seed)
+    drawn = list(_draw(seed, MISCHIEF if not calm else IN_CALM))
+    several = any(mischief is several_rulers for mischief, _ in drawn)
     world = World(
         seed,
         nodes=rng.choice((1, 2, 3, 3, 5)),
@@ -109,12 +112,19 @@ def of_seed(seed: int) -> World:
         mirrored=rng.random() < 0.4,
         repeatable=rng.random() < 0.7,
         chunk=rng.choice((2, 3, 8)),
+        **({"heirs": rulers.HEIRS} if several else {}),
     )
-    for chance, mischief in MISCHIEF if not calm else IN_CALM:
-        dice = random.Random(f"{mischief.__name__} {seed}")
-        if dice.random() < chance:
+    for mischief, dice in drawn:
+        if not (several and mischief is succession):  # one way to lose the coordinator is enough
             mischief(world, dice)
     return world
+
+
+def _draw(seed: int, table: Iterable[tuple[float, Mischief]]) -> Iterator[tuple[Mischief, random.Random]]:
+    for chance, mischief in table:
+        dice = random.Random(f"{mischief.__name__} {seed}")
+        if dice.random() < chance:
+            yield mischief, dice
 
 
 # ---------------------------------------------------------------- mischief
@@ -279,6 +289,31 @@ def succession(world: World, rng: random.Random) -> None:
     )
 
 
+def several_rulers(world: World, rng: random.Random) -> None:
+    """Two successors at once, an old coordinator that comes back, a copied data folder, or Sybils."""
+    at = rng.uniform(2, SAFETY / 2)
+    notices = rng.uniform(at + 5, SAFETY)
+    what = rng.choice(("two", "old", "clone", "sybils"))
+    if what == "two":
+        hows = [rng.choice(("wait", "wait", "force")) for _ in range(2)]
+        rulers.two_successors(world, at, [_node(world, rng) for _ in range(2)], hows, notices)
+    elif what == "old":
+        rulers.old_one_returns(world, at, _node(world, rng), rng.uniform(at, notices), notices)
+    elif what == "clone":
+        rulers.cloned_folder(world, at, notices)
+    else:
+        names = sorted(world.nodes)[-(2 * len(world.nodes) // 3) :] if len(world.nodes) > 2 else []
+        rulers.sybils(world, at, names, _node(world, rng))
+
+
+def pauses(world: World, rng: random.Random) -> None:
+    """The owner of a machine pauses its node and lets it go on."""
+    for name in _nodes(world, rng):
+        at = _early(rng)
+        for begin in (at, at + rng.uniform(2, 10)):
+            world.pause(name, begin, rng.choice((0.0, 1.0, 6.0)))
+
+
 def liars(world: World, rng: random.Random) -> None:
     """A node reports more than it measured, with scores that bear it out or with none that do."""
     names = [name for name in sorted(world.nodes) if name != KEEPER]
@@ -305,7 +340,6 @@ def dialled(world: World, rng: random.Random) -> None:
         world.nodes[name].larder.poisons = world.nodes[name].larder.poisons or rng.random() < 0.1
 
 
-Mischief = Callable[[World, random.Random], None]
 MISCHIEF: tuple[tuple[float, Mischief], ...] = (
     (0.3, poisoned),
     (0.3, cuts),
@@ -328,6 +362,8 @@ MISCHIEF: tuple[tuple[float, Mischief], ...] = (
     (0.15, liars),
     (0.4, lanes),
     (0.3, dialled),
+    (0.12, several_rulers),
+    (0.15, pauses),
 )
 IN_CALM: tuple[tuple[float, Mischief], ...] = (
     (1.0, miscomputes),

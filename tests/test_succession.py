@@ -274,6 +274,37 @@ def test_a_cloned_folder_that_signs_the_same_round_stops_everything_and_prints_b
     assert public_key(world.signing_key).hex()[:16] in words
 
 
+def test_after_a_cloned_folder_a_successor_goes_on_from_the_ledger_that_was_kept() -> None:
+    """The last words of both copies say so, and nodes of the other branch come back to it."""
+    world = world_of(rounds=30, nodes=4, paces=(0.1,))
+    committed(world, 2)
+    first = world.coordinator
+    first.kill()
+    clone = copy_of(world, first, "clone")
+    world.failing = True
+    first.start()
+    clone.start()
+    for name in ("node-0", "node-1"):
+        move(world, "clone", name)
+    world.run(until=world.now + 10)
+    move(world, COORDINATOR, "node-0")
+    world.run(until=world.now + 5)
+    assert first.stopped is not None and "signed two histories" in first.stopped[0]
+    clone.kill()
+    clone.stopped = ("its operator stopped it", 0)
+    world.gone.update((COORDINATOR, "clone"))
+    kept, others = raws_of(world, "node-2"), raws_of(world, "node-0")
+    heir = succeed(world, kept)
+    for name, sim in world.nodes.items():
+        sim.home = "heir"
+        world.start(sim, 0.5 if name != "node-0" else 3.0)
+    world.run()
+    assert heir.state.chain.ended and len(tips(world)) == 1 and raws_of(world)[: len(kept)] == kept
+    for name in ("node-0", "node-1"):
+        assert world.nodes[name].disk.orphans, "what it leaves behind is kept"
+    assert others[-1] in world.nodes["node-0"].disk.orphans[0][1]
+
+
 def test_of_two_successors_at_most_one_begins() -> None:
     world = world_of(nodes=4, rounds=80, paces=(0.1,))
     committed(world, 2)

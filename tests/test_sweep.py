@@ -18,6 +18,8 @@ KNOWN_BAD: dict[int, str] = {
     384: "a poisoned member on a lone node",
     30286: "a member that failed on the only honest node waited for one in quarantine, for ever",
     30305: "the same",
+    188: "two audits of one unit, the first of a result that was dropped, gave one node the unit twice",
+    87: "a successor of a run that had ended waited for ever, and so did a node of the dead branch",
     68: "a torn ledger file under a running node was a fault of the simulator itself",
 }
 FIXED = range(40)

@@ -32,7 +32,7 @@ class Tree:
         self.truth = truth
         self.known: dict[bytes, Known] = {}
         self.known_raw: dict[bytes, Entry] = {}
-        self.roots: set[bytes] = set()  # of a snapshot of every true state
+        self.roots: dict[bytes, bytes] = {}  # of a snapshot of every true state -> the commit that made it
         self.children: dict[bytes, list[bytes]] = {}
         self.head: Known | None = None
 
@@ -49,7 +49,7 @@ class Tree:
         self.known[entry.hash] = found
         self.known_raw[entry.raw] = entry
         if entry.kind is EntryKind.COMMIT:
-            self.roots.add(root_of(entry.hash, found.master))
+            self.roots[root_of(entry.hash, found.master)] = entry.hash
         self.children.setdefault(entry.parent, []).append(entry.hash)
         if self.head is None or (entry.term, found.height) > (self.head.entry.term, self.head.height):
             self.head = found
@@ -67,6 +67,14 @@ class Tree:
     def before(self, entry: Entry) -> Known | None:
         """What an entry follows; None for the first."""
         return self.known.get(entry.parent)
+
+    def rooted(self, root: bytes, at: Known) -> bool:
+        """Whether a snapshot with this root is of a state on the way to an entry."""
+        commit = self.known.get(self.roots.get(root, b""))
+        step: Known | None = at
+        while commit is not None and step is not None and step.height > commit.height:
+            step = self.known.get(step.entry.parent)
+        return commit is not None and step is commit
 
     def chain(self, tip: bytes | None = None) -> list[Entry]:
         """The entries up to a tip, the head's by default."""

@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import esnode.events as ne
 from coordinator import machine
 from coordinator.rounds import probe_due
 from protocol import wire
@@ -71,6 +72,7 @@ class World:
         self.coming = 0  # starts that are scheduled
         self.gone: set[str] = set()  # nodes that go for good
         self.dialled = False  # whether nodes serve each other ledger entries
+        self.minded = False  # whether an operator decides which coordinator is started
         self.failing = False  # whether a process may end with code 1
         self.nodes: dict[str, SimNode] = {}
         for k in range(nodes):
@@ -194,6 +196,12 @@ class World:
             self.gone.add(name)
         self.at(at, sim.leave)
 
+    def pause(self, name: str, at: float, seconds: float) -> None:
+        """The owner of a node's machine pauses it for a while."""
+        sim = self.nodes[name]
+        self.at(at, partial(sim.say, ne.Pause, "asked to"))
+        self.at(at + seconds, partial(sim.say, ne.Resume))
+
     def slow(self, name: str, factor: float, start: float, end: float) -> None:
         """A node computes slower for a while."""
         sim = self.nodes[name]
@@ -265,7 +273,8 @@ class World:
         for sim in missing:
             if not sim.up:
                 self.start(sim, 0.0)
-        if not self.coordinator.up and (missing or not self.checkers.ended):
+        refused = self.coordinator.stopped and self.coordinator.stopped[1]
+        if not self.coordinator.up and not (self.minded and refused) and (missing or not self.checkers.ended):
             self.start(self.coordinator, 0.0)
 
     def _wake(self) -> None:
@@ -285,13 +294,15 @@ class World:
         """Every process has ended by itself and nothing brings it back."""
         if self.coming or any(actor.up or actor.stopped is None for actor in self.actors):
             return False
+        if self.minded and not self.checkers.ended:
+            return False
         return not self.faults.until or all(self._satisfied(sim) for sim in self.nodes.values())
 
     def _check_end(self) -> None:
         require(self.checkers.ended, "everything stopped before the run ended")
         for name, sim in self.nodes.items():
             require(self._satisfied(sim), f"{name} ends without the whole ledger")
-            if self.checkers.whole(sim.disk.raws):  # else it is gone for good and speaks to nobody
+            if self.checkers.at_head(sim.disk.raws):  # else it is gone for good and speaks to nobody
                 self.checkers.orphans_named(name, [raw for _, raws in sim.disk.orphans for raw in raws])
 
     # ------------------------------------------------------------ looking
