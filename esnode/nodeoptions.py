@@ -73,7 +73,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
     parser.add_argument("--name", required=True, help="this node's name; its files are in RUN/nodes/NAME")
     parser.add_argument("--threads", type=int, default=0, help="threads of the engine; 0 = all cores")
     parser.add_argument("--engine", choices=ENGINES, default=ENGINES[0], help="what decodes")
-    parser.add_argument("--backend", help="kernel implementation: cpu, triton or reference")
+    parser.add_argument("--backend", help="kernel implementation: cpu, triton, compiled or reference")
     parser.add_argument("--model", help="folder, GGUF file or hub id of the base model; default: the plan's")
     parser.add_argument("--code", type=Path, help="folder a python: task may load its code from")
     parser.add_argument("--coordinator", action="append", default=[], metavar="tcp://HOST:PORT")

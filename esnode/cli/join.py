@@ -24,7 +24,9 @@ import click
     help="Where the master lies [default: on the GPU if it fits, else in host memory].",
 )
 @click.option(
-    "--backend", type=click.Choice(["cpu", "triton", "reference"]), help="Kernels [default: the fastest]."
+    "--backend",
+    type=click.Choice(["cpu", "triton", "compiled", "reference"]),
+    help="Kernels [default: the fastest].",
 )
 @click.option("--gpus", metavar="all|INDEX", help="Work on this CUDA device.")
 @click.option(

@@ -26,7 +26,9 @@ import click
     help="Where the master lies [default: on the GPU if it fits, else in host memory].",
 )
 @click.option(
-    "--backend", type=click.Choice(["cpu", "triton", "reference"]), help="Kernels [default: the fastest]."
+    "--backend",
+    type=click.Choice(["cpu", "triton", "compiled", "reference"]),
+    help="Kernels [default: the fastest].",
 )
 @click.option(
     "--model", metavar="MODEL", help="Base model: folder, .gguf file or hub id [default: the plan's]."

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import os
 from collections.abc import Callable
 
@@ -28,6 +29,9 @@ __all__ = [
     "selftest",
     "selftest_digest",
 ]
+
+
+log = logging.getLogger(__name__)
 
 
 class KernelUnavailable(UserError):
@@ -52,12 +56,21 @@ def _triton(threads: int | None) -> Kernels:
     return TritonKernels(threads)
 
 
+def _compiled(threads: int | None) -> Kernels:
+    from esnode.kernels.compiled import CompiledKernels
+
+    return CompiledKernels(threads)
+
+
 # Best first: name -> (how to make it, device kinds it runs on (None: any), module it needs besides torch).
 _BACKENDS: dict[str, tuple[Callable[[int | None], Kernels], tuple[str, ...] | None, str | None]] = {
     "cpu": (_cpu, ("cpu",), "numba"),
     "triton": (_triton, ("cuda",), "triton"),
+    "compiled": (_compiled, ("cuda",), "triton"),  # what torch.compile makes for a GPU is Triton too
     "reference": (_reference, None, None),
 }
+
+_LAST = "reference"  # needs nothing but torch
 
 _passed: dict[tuple[str, str], SelftestReport] = {}
 
@@ -82,9 +95,9 @@ def create(name: str, device: str = "cpu", threads: int | None = None) -> Kernel
     """A backend by name, without the self-test. KernelUnavailable when there is none or it cannot run."""
     if name not in _BACKENDS:
         raise KernelUnavailable(f"there is no kernel {name!r}. Choose one of: {', '.join(_BACKENDS)}.")
-    # Its interpreter runs on a CPU, when asked for by name: for tests, too slow for anything else.
-    interpreted = name == "triton" and device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
-    obstacle = None if interpreted else _obstacle(name, device)
+    # On a CPU these are for tests, when asked for by name: Triton's interpreter, and what is compiled.
+    interpreted = name == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
+    obstacle = None if device == "cpu" and (interpreted or name == "compiled") else _obstacle(name, device)
     if obstacle:
         raise KernelUnavailable(f"kernel {name!r} cannot be used: {obstacle}.")
     return _BACKENDS[name][0](threads)
@@ -94,10 +107,29 @@ def pick(device: str, name: str | None = None, threads: int | None = None) -> Ke
     """The best backend for a torch device ("cpu", "cuda:0"), or the one called `name`, self-tested.
 
     The test runs once per process, backend and device. SelftestFailed when a kernel differs from the law
-    (there is no silent fall-back: it would hide a broken machine), KernelUnavailable when it cannot run.
+    (there is no silent fall-back: it would hide a broken machine), KernelUnavailable when it cannot run. Only
+    what cannot be compiled here, and `compiled` in any case, gives way to the next backend, with a warning.
     """
-    if name is None:
-        name = next(n for n, obstacle in available(device).items() if obstacle is None)
+    names = [n for n, obstacle in available(device).items() if obstacle is None]
+    if name is not None:
+        names = [name, _LAST] if name == "compiled" else [name]
+    for choice in names[:-1]:
+        try:
+            return _tested(choice, device, threads)
+        except SelftestFailed as error:
+            if choice != "compiled":
+                raise
+            reason = str(error).splitlines()[0]
+        except UserError:
+            raise
+        except Exception as error:  # whatever a compiler, its assembler or its cache may raise
+            reason = f"{type(error).__name__}: {(str(error).splitlines() or ['no reason given'])[0]}"
+        following = names[names.index(choice) + 1]
+        log.warning("kernel %r cannot be used on %s (%s); trying %r", choice, device, reason, following)
+    return _tested(names[-1], device, threads)
+
+
+def _tested(name: str, device: str, threads: int | None) -> Kernels:
     kernels = create(name, device, threads)
     if (name, device) not in _passed:
         _passed[name, device] = selftest(kernels, device)
