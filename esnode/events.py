@@ -153,6 +153,26 @@ class LanesChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class LaneRepaired:
+    """One of several engines held other weights than it should, and has the right ones again."""
+
+    now: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LanesDiffer:
+    """Engines of this node hold unlike weights and none is known to be right: answers Apply, or comes alone.
+
+    Nothing is folded in then. `far`: no snapshot is to be trusted.
+    """
+
+    now: float
+    reason: str
+    far: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Progress:
     """How far a running unit is, in thousandths. May be sent as often as the shell likes."""
 
@@ -218,6 +238,8 @@ Event: TypeAlias = (
     | Cancelled
     | Generated
     | LanesChanged
+    | LaneRepaired
+    | LanesDiffer
     | Progress
     | EntriesApplied
     | Rewound

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from esnode.events import Event
+from esnode.events import Event, LaneRepaired, LanesDiffer
 from esnode.nodestate import Turn
 from esnode.proofevents import Damaged, Digested, Heal, Mend, Mended, Prove, Proved, TakeDigests
 from protocol.messages import DigestAsk, Message, Rederive, Rederived, TensorDigests
@@ -171,6 +171,19 @@ def on_mended(turn: Turn, event: Mended) -> None:
         _answer(turn, proof.mend.held, proof.mend.derived)
 
 
+def on_lane_repaired(turn: Turn, event: LaneRepaired) -> None:
+    """Another engine of this node did the work meanwhile."""
+    _report(turn, event.reason)
+
+
+def on_lanes_differ(turn: Turn, event: LanesDiffer) -> None:
+    """Replay decides, by all of them."""
+    turn.set(applying=0)
+    _report(turn, event.reason)
+    _set(turn, question=None, reading=None)
+    turn.rewind(far=event.far)
+
+
 def _report(turn: Turn, reason: str) -> None:
     """Tell the coordinator what was found here; with every word on D again while the state lasts."""
     state = turn.state
@@ -186,6 +199,8 @@ HANDLERS: dict[type[Message], Callable[[Turn, Any], None]] = {
 }
 ON_EVENT: dict[type[Event], Callable[[Turn, Any], None]] = {
     Damaged: on_damaged,
+    LaneRepaired: on_lane_repaired,
+    LanesDiffer: on_lanes_differ,
     Digested: on_digested,
     Mended: on_mended,
     Proved: on_proved,
