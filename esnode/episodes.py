@@ -1,7 +1,8 @@
 """Letting the model answer prompts and having the answers scored: episodes of one or several turns.
 
 Shared by `worker.py` (one sample per prompt, inside a unit) and `evaluate.py` (many). All episodes of a call
-go through the engine together, turn by turn; who wants smaller batches makes several calls.
+go through the engine together, turn by turn; who wants smaller batches makes several calls. `speak` ends when
+the engine is not needed any more, `finish` does the rest and may run in another thread.
 """
 
 from __future__ import annotations
@@ -52,7 +53,19 @@ class _Open:
     ids: Ids
     messages: list[ChatMessage]
     texts: list[str] = field(default_factory=list)
+    answer: Sequence[int] = ()  # the last one, not among the texts yet
     tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Spoken:
+    """Episodes in which the model says nothing more: those that ended, and those whose last answer is to be
+    scored.
+    """
+
+    split: str
+    ended: dict[int, Episode]  # by their place in the call
+    last: list[_Open]
 
 
 def likelihoods(
@@ -92,47 +105,73 @@ def play(
     spent: Spent,
     stop: StopCheck = never,
 ) -> list[Episode]:
-    """Generate and score one episode per index, in order. `streams[k]` keys the sampling of episode k.
+    """Generate and score one episode per index, in order; as `speak` and `finish`."""
+    spoken = speak(engine, prepared, scorer, split, indices, streams, sampling, spent, stop)
+    return finish(prepared, scorer, spoken, spent, stop)
 
-    An episode that outgrows the model's context or the task's `max_turns` gets the floor. Raises Cancelled.
+
+def speak(
+    engine: Engine,
+    prepared: Prepared,
+    scorer: Scorer,
+    split: str,
+    indices: Sequence[int],
+    streams: Sequence[int],
+    sampling: Sampling,
+    spent: Spent,
+    stop: StopCheck = never,
+) -> Spoken:
+    """All turns of the model in one episode per index. `streams[k]` keys the sampling of episode k.
+
+    Answers that another turn may follow are scored here, as the engine waits for the reply. An episode that
+    outgrows the model's context gets the floor. Raises Cancelled, OutOfMemory.
     """
     task = prepared.task
     items = task.items_of(split)
-    running = {
-        slot: _Open(slot, index, stream, prepared.ids_of(split, index), task.start(items[index]))
+    running = [
+        _Open(slot, index, stream, prepared.ids_of(split, index), task.start(items[index]))
         for slot, (index, stream) in enumerate(zip(indices, streams, strict=True))
-    }
-    done: dict[int, Episode] = {}
-    for turn in range(max(1, task.max_turns)):
-        batch = list(running.values())
-        for episode in _speak(engine, prepared, batch, turn, sampling, spent, stop):
-            done[episode.slot] = _floored(task, episode, OVERFLOW)
-            del running[episode.slot]
-        batch = list(running.values())
-        for episode, verdict in zip(batch, _judge(scorer, split, batch, spent, stop), strict=True):
+    ]
+    ended: dict[int, Episode] = {}
+    turns = max(1, task.max_turns)
+    for turn in range(turns):
+        broken = _answer(engine, running, turn, sampling, spent, stop)
+        ended |= {episode.slot: _floored(task, episode, OVERFLOW) for episode in broken}
+        running = [episode for episode in running if episode.slot not in ended]
+        if turn + 1 == turns or not running:
+            break
+        for episode, verdict in zip(
+            running, _judge(prepared, scorer, split, running, spent, stop), strict=True
+        ):
             if verdict.score is not None:
-                ended = Episode(verdict.score, episode.tokens, tuple(episode.texts), verdict.failure)
-            elif _continued(prepared, episode, verdict.more, sampling.max_new_tokens):
-                continue
-            else:
-                ended = _floored(task, episode, "the conversation outgrew the model's context")
-            done[episode.slot] = ended
-            del running[episode.slot]
+                ended[episode.slot] = _scored(episode, verdict.score, verdict.failure)
+            elif not _continued(prepared, episode, verdict.more, sampling.max_new_tokens):
+                ended[episode.slot] = _floored(task, episode, "the conversation outgrew the model's context")
+        running = [episode for episode in running if episode.slot not in ended]
         if not running:
             break
-    for slot, episode in running.items():
-        done[slot] = _floored(task, episode, f"no end after {task.max_turns} turns")
-    return [done[slot] for slot in range(len(indices))]
+    return Spoken(split, ended, running)
 
 
-def _speak(
-    engine: Engine,
-    prepared: Prepared,
-    batch: Sequence[_Open],
-    turn: int,
-    sampling: Sampling,
-    spent: Spent,
-    stop: StopCheck,
+def finish(
+    prepared: Prepared, scorer: Scorer, spoken: Spoken, spent: Spent, stop: StopCheck = never
+) -> list[Episode]:
+    """The scores of all episodes, in order. One that goes on after the last turn gets the floor.
+
+    Needs no engine. Raises Cancelled.
+    """
+    task, done = prepared.task, dict(spoken.ended)
+    verdicts = _judge(prepared, scorer, spoken.split, spoken.last, spent, stop) if spoken.last else []
+    for episode, verdict in zip(spoken.last, verdicts, strict=True):
+        if verdict.score is not None:
+            done[episode.slot] = _scored(episode, verdict.score, verdict.failure)
+        else:
+            done[episode.slot] = _floored(task, episode, f"no end after {task.max_turns} turns")
+    return [done[slot] for slot in range(len(done))]
+
+
+def _answer(
+    engine: Engine, batch: Sequence[_Open], turn: int, sampling: Sampling, spent: Spent, stop: StopCheck
 ) -> list[_Open]:
     """One turn of the model in every episode of the batch; returns those with unusable logits."""
     streams = [(episode.stream + turn * TURN_STREAMS) % (1 << 64) for episode in batch]
@@ -140,16 +179,23 @@ def _speak(
     answers = engine.generate([episode.ids for episode in batch], sampling, streams, stop)
     spent.engine += time.perf_counter() - began
     for episode, ids in zip(batch, answers, strict=True):
-        episode.texts.append(prepared.decode(ids))
+        episode.answer = ids
         episode.tokens += len(ids)
     return [batch[row] for row in engine.broken]
 
 
 def _judge(
-    scorer: Scorer, split: str, batch: Sequence[_Open], spent: Spent, stop: StopCheck
+    prepared: Prepared,
+    scorer: Scorer,
+    split: str,
+    batch: Sequence[_Open],
+    spent: Spent,
+    stop: StopCheck,
 ) -> list[Verdict]:
-    """What follows the last text of every episode of the batch."""
+    """What follows the answer of every episode of the batch."""
     began = time.perf_counter()
+    for episode in batch:
+        episode.texts.append(prepared.decode(episode.answer))
     verdicts = scorer.judge(
         split,
         [episode.index for episode in batch],
@@ -168,5 +214,9 @@ def _continued(prepared: Prepared, episode: _Open, more: Sequence[ChatMessage], 
     return not prepared.context or len(episode.ids) + room <= prepared.context
 
 
+def _scored(episode: _Open, score: Score, failure: str) -> Episode:
+    return Episode(score, episode.tokens, tuple(episode.texts), failure)
+
+
 def _floored(task: Task, episode: _Open, reason: str) -> Episode:
-    return Episode(Score(task.floor, False), episode.tokens, tuple(episode.texts), reason)
+    return _scored(episode, Score(task.floor, False), reason)

@@ -15,6 +15,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -63,7 +64,7 @@ class Verdict:
 
 
 class Scorer:
-    """Scores answers of one task in a process of its own. Not thread-safe: one caller at a time.
+    """Scores answers of one task in a process of its own. Callers in several threads take turns.
 
     `options` are settled ones and `data` is the blob they came with (`tasks.materialise`);
     `options["time_limit"]` is in seconds per answer. The child starts with `start()` or the first answer, so
@@ -86,6 +87,7 @@ class Scorer:
             "memory": memory_bytes,
         }
         self._child: _Child | None = None
+        self._turn = threading.Lock()
 
     def __enter__(self) -> Self:
         return self
@@ -130,6 +132,15 @@ class Scorer:
         """
         assert all(0 <= index < len(self.task.items_of(split)) for index in indices)
         answers = list(zip(indices, texts, conversations or [()] * len(texts), strict=True))
+        while not self._turn.acquire(timeout=LOOK_SECONDS):
+            if stop():
+                raise Cancelled
+        try:
+            return self._verdicts(split, answers, stop)
+        finally:
+            self._turn.release()
+
+    def _verdicts(self, split: str, answers: Sequence[_Answer], stop: StopCheck) -> list[Verdict]:
         verdicts: list[Verdict] = []
         if self.task.batched and len(answers) > 1:
             replies, fate = self._request(split, answers, stop)
@@ -165,6 +176,7 @@ class Scorer:
             return replies, str(gone)
         except Cancelled:
             self.close()  # it may be in the middle of an answer
+            self.start()  # the next one imports beside the engine's work
             raise
         return replies, None
 
