@@ -1,7 +1,8 @@
 """The one thread that changes the engine: it does what the core asks, one thing at a time, and reports back.
 
-Shell. Evaluations end early between two decode steps when they are cancelled. Called by `daemon.py`;
-everything here is written by one side and read by the other, so no lock is needed beyond the queues.
+Shell. Evaluations end early between two decode steps when they are cancelled; scores come in from a thread of
+their own, beside the next command. Called by `daemon.py`; everything here is written by one side and read by
+the other, so no lock is needed beyond the queues.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from esnode.checkpoint import Saved
 from esnode.events import About, Outcome
@@ -46,12 +48,12 @@ class Workshop(Protocol):
 
     def evaluate(
         self, unit: Unit, sigma: float, stop: Callable[[], bool], progress: Callable[[int], None]
-    ) -> Outcome:
-        """Measure a unit, a member's with noise of scale `sigma`.
+    ) -> Future[Outcome]:
+        """Measure a unit, a member's with noise of scale `sigma`; the engine is free when this returns.
 
-        `progress` takes thousandths; raises the engines' Cancelled after `stop()`.
-
-        DamagedMaster, and nothing measured, where the master changed by itself.
+        The future comes when the scores are there, in the order of the calls and from another thread.
+        `progress` takes thousandths. Raised here or in the future: the engines' Cancelled after `stop()`;
+        only here, and nothing is measured: DamagedMaster where the master changed by itself.
         """
 
     def damaged(self) -> tuple[str, ...]:
@@ -83,6 +85,13 @@ class Measured:
     unit: Unit
     outcome: Outcome | None
     failure: str
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """All answers of a unit are there; its `Measured` follows when they are scored."""
+
+    unit: Unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +150,7 @@ class Broken:
     trace: str
 
 
-Report = Measured | Folded | Restored | Saved | Wounded | Repaired | Read | Derived | Broken
+Report = Measured | Generated | Folded | Restored | Saved | Wounded | Repaired | Read | Derived | Broken
 
 
 class EngineThread:
@@ -159,7 +168,7 @@ class EngineThread:
         self._thread.start()
 
     def evaluate(self, unit: Unit, sigma: float) -> None:
-        """Start a unit; a `Measured` follows."""
+        """Start a unit; a `Measured` follows, often a `Generated` before it."""
         self._cancelled.discard(unit)
         self._commands.put(partial(self._measure, unit, sigma))
 
@@ -241,29 +250,42 @@ class EngineThread:
             if report is not None:
                 self._tell(report)
 
-    def _measure(self, unit: Unit, sigma: float) -> Report:
-        from esnode.engines.interface import Cancelled as StoppedEarly  # late: it loads numpy
-
+    def _measure(self, unit: Unit, sigma: float) -> Report | None:
         def stop() -> bool:
             return self._quit.is_set() or unit in self._cancelled
 
         def tell(thousandths: int) -> None:
             self.progress[unit] = thousandths
 
+        def scored(outcome: Future[Outcome]) -> None:
+            self._tell(self._ended(unit, outcome.result))
+
         tell(0)
         try:
-            return Measured(unit, self._workshop.evaluate(unit, sigma, stop, tell), "")
+            outcome = self._workshop.evaluate(unit, sigma, stop, tell)
+        except Exception as error:
+            return self._ended(unit, partial(_throw, error))
+        if not outcome.done():
+            self._tell(Generated(unit))
+        outcome.add_done_callback(scored)
+        return None
+
+    def _ended(self, unit: Unit, result: Callable[[], Outcome]) -> Report:
+        """What to say of an evaluation that gave, or raised, this."""
+        from esnode.engines.interface import Cancelled as StoppedEarly  # late: it loads numpy
+
+        self.progress.pop(unit, None)
+        try:
+            return Measured(unit, result(), "")
         except DamagedMaster as error:
             return Wounded(unit, error.tensors)
-        except StoppedEarly:
+        except (StoppedEarly, CancelledError):
             return Measured(unit, None, "")
         except UserError as error:
             return Measured(unit, None, str(error)[:REASON_CHARACTERS])
         except Exception as error:  # whatever it was, this unit cannot be had here; another node may try
             traceback.print_exc()
             return Measured(unit, None, f"{type(error).__name__}: {error}"[:REASON_CHARACTERS])
-        finally:
-            self.progress.pop(unit, None)
 
     def _fold(self, entries: tuple[Entry, ...]) -> Report:
         began = time.monotonic()
@@ -288,3 +310,7 @@ class EngineThread:
             return Repaired(work())
         except Exception:  # as above
             return Broken(traceback.format_exc())
+
+
+def _throw(error: Exception) -> NoReturn:
+    raise error

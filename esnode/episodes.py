@@ -133,12 +133,11 @@ def speak(
         for slot, (index, stream) in enumerate(zip(indices, streams, strict=True))
     ]
     ended: dict[int, Episode] = {}
-    turns = max(1, task.max_turns)
-    for turn in range(turns):
+    for turn in range(task.turns):
         broken = _answer(engine, running, turn, sampling, spent, stop)
         ended |= {episode.slot: _floored(task, episode, OVERFLOW) for episode in broken}
         running = [episode for episode in running if episode.slot not in ended]
-        if turn + 1 == turns or not running:
+        if turn + 1 == task.turns or not running:
             break
         for episode, verdict in zip(
             running, _judge(prepared, scorer, split, running, spent, stop), strict=True
@@ -166,7 +165,7 @@ def finish(
         if verdict.score is not None:
             done[episode.slot] = _scored(episode, verdict.score, verdict.failure)
         else:
-            done[episode.slot] = _floored(task, episode, f"no end after {task.max_turns} turns")
+            done[episode.slot] = _floored(task, episode, f"no end after {task.turns} turns")
     return [done[slot] for slot in range(len(done))]
 
 

@@ -11,6 +11,7 @@ from esnode.enginethread import (
     Derived,
     EngineThread,
     Folded,
+    Generated,
     Measured,
     Read,
     Repaired,
@@ -48,6 +49,8 @@ def ask(engine: EngineThread, effect: events.Effect) -> None:
 def event_of(now: float, report: Report) -> events.Event:
     """What the core hears of a report. (A broken engine is not for the core.)"""
     match report:
+        case Generated(unit):
+            return events.Generated(now, unit)
         case Folded(digests, ms):
             return events.EntriesApplied(now, digests, ms)
         case Restored(height, digest, ms):

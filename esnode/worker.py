@@ -153,7 +153,7 @@ class Worker:
         except BaseException:
             watch.give_up()
             raise
-        finish = partial(self._outcome, unit, parts, weights, spent)
+        finish = partial(self._outcome, unit, parts, weights, spent, self._engine.fingerprint)
         return self._desk.submit(finish) if generates else _done(finish())
 
     def _measure(self, unit: Unit, piece: _Piece, spent: Spent, watch: _Watch) -> Future[_Part]:
@@ -188,7 +188,9 @@ class Worker:
         temperature = lock.temperature if unit.kind == Kind.MEMBER else 0.0
         return Sampling(lock.max_new_tokens, lock.stop_ids, temperature, lock.top_p)
 
-    def _outcome(self, unit: Unit, parts: Sequence[Future[_Part]], weights: float, spent: Spent) -> Outcome:
+    def _outcome(
+        self, unit: Unit, parts: Sequence[Future[_Part]], weights: float, spent: Spent, fingerprint: bytes
+    ) -> Outcome:
         """Of a unit whose parts are scored, or being scored by this very thread before this."""
         scored = [part.result() for part in parts]
         measured = [episode for part in scored for episode in part.episodes]
@@ -211,7 +213,7 @@ class Worker:
             times=(round(1000 * weights), round(1000 * spent.engine), round(1000 * scoring)),
             evidence=hashlib.blake2b(struct.pack(f"<{len(rewards)}d", *rewards)).digest()[:8],
             scores=tuple(rewards),
-            fingerprint=self._engine.fingerprint,
+            fingerprint=fingerprint,
         )
 
 

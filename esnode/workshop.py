@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -97,12 +98,14 @@ class Workshop:
 
     def evaluate(
         self, unit: Unit, sigma: float, stop: Callable[[], bool], progress: Callable[[int], None]
-    ) -> Outcome:
-        """Measure a unit; Cancelled once `stop()` is true, DamagedMaster when a weight changed by itself."""
+    ) -> Future[Outcome]:
+        """Measure a unit; its scores follow. Cancelled once `stop()` is true, DamagedMaster when a weight
+        changed by itself.
+        """
         damaged = self._engine.damaged()
         if damaged:
             raise DamagedMaster(damaged)
-        return self._worker.evaluate(unit, stop, progress, sigma=sigma)
+        return self._worker.generate(unit, stop, progress, sigma=sigma)
 
     def damaged(self) -> tuple[str, ...]:
         """Tensors whose master has changed by itself since it was written."""
@@ -133,6 +136,7 @@ class Workshop:
     def close(self) -> None:
         """End the scoring process; a snapshot that is being written is finished first."""
         self._checkpoints.settle()
+        self._worker.close()
         if self._scorer is not None:
             self._scorer.close()
 

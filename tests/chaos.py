@@ -266,7 +266,7 @@ def _members(workshop: Any, lock: Lock, round: int) -> Iterator[MemberReward]:
     last = len(lock.chunks_of(Kind.MEMBER)) - 1
     for index in range(lock.members):
         unit = Unit(round, Kind.MEMBER, index, 0, last)
-        sums = workshop.evaluate(unit, lock.sigma_at(round), lambda: False, lambda _: None).sums
+        sums = workshop.evaluate(unit, lock.sigma_at(round), lambda: False, lambda _: None).result().sums
         seed = seeds.member_seed(lock.run_id, round, index, lock.mirrored)
         yield MemberReward(index, seed, math.fsum(sums) / lock.per_round, 1)
 

@@ -5,22 +5,26 @@ The task's scorer waits for a file, so that the order of things does not depend 
 
 from __future__ import annotations
 
+import json
+import queue
 import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from esnode.engines.interface import Cancelled
 from esnode.engines.shortage import OutOfMemory
+from esnode.enginethread import EngineThread, Folded, Generated, Measured
 from esnode.prompts import Prepared
-from esnode.scoring import Scorer
+from esnode.scoring import Scorer, ScorerError
 from esnode.worker import Outcome, Worker
 from protocol.messages import Kind, Unit
 from tests.fake_engine import FakeEngine
+from tests.runs import Processes, make_folder
 from tests.test_worker import lock_for, opened
 
 GATED = """
@@ -65,7 +69,7 @@ def make(place: Path, code: str = GATED, **changes: Any) -> Bench:
 
 
 def member(number: int) -> Unit:
-    return Unit(round=0, kind=Kind.MEMBER, member=number, first=0, last=1)
+    return Unit(round=number, kind=Kind.MEMBER, member=number, first=0, last=1)
 
 
 def test_the_next_member_is_perturbed_and_answered_while_scores_are_awaited(bench: Bench) -> None:
@@ -259,3 +263,105 @@ def test_prompts_are_tokenised_once_a_run(tmp_path: Path) -> None:
     assert prepared.render([{"role": "user", "content": "?"}]) and counted  # the counter counts
     bench.worker.close()
     bench.scorer.close()
+
+
+# ---------------------------------------------------------------- the engine's thread, and a whole node
+
+
+class Gated:
+    """As much of a workshop as an engine thread asks for: scores come when `gate` is set."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.done: list[str] = []
+        self._desk = ThreadPoolExecutor(1)
+
+    def evaluate(
+        self, unit: Unit, sigma: float, stop: Callable[[], bool], progress: Callable[[int], None]
+    ) -> Future[Any]:
+        self.done.append(f"answers of {unit.member}")
+
+        def score() -> int:
+            while not self.gate.wait(0.01):
+                if stop():
+                    raise Cancelled
+            if unit.member == 2:
+                raise ScorerError("it does not start")
+            self.done.append(f"scores of {unit.member}")
+            return unit.member
+
+        return self._desk.submit(score)
+
+    def apply(self, entries: Sequence[Any]) -> list[int]:
+        self.done.append("update")
+        return [7]
+
+
+@dataclass
+class Listener:
+    """An engine thread, and its reports as they come."""
+
+    workshop: Gated
+    thread: EngineThread
+    told: queue.SimpleQueue[None]
+
+    def next(self, count: int) -> list[Any]:
+        """The next `count` reports."""
+        found: list[Any] = []
+        while len(found) < count:
+            self.told.get(timeout=SECONDS)
+            found += self.thread.reports()
+        return found
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    told: queue.SimpleQueue[None] = queue.SimpleQueue()
+    workshop = Gated()
+    yield (made := Listener(workshop, EngineThread(cast(Any, workshop), lambda: told.put(None)), told))
+    workshop.gate.set()
+    assert made.thread.close(SECONDS)
+
+
+def test_an_update_starts_the_moment_the_engine_is_free(listener: Listener) -> None:
+    listener.thread.evaluate(member(0), 0.1)
+    listener.thread.evaluate(member(1), 0.1)
+    listener.thread.apply(())
+    reports = listener.next(3)
+    assert reports[:2] == [Generated(member(0)), Generated(member(1))] and isinstance(reports[2], Folded)
+    assert listener.workshop.done == ["answers of 0", "answers of 1", "update"]
+    assert set(listener.thread.progress) == {member(0), member(1)}
+    listener.workshop.gate.set()
+    assert listener.next(2) == [Measured(member(number), cast(Any, number), "") for number in range(2)]
+    assert not listener.thread.progress
+
+
+def test_only_the_cancelled_unit_ends_early(listener: Listener) -> None:
+    listener.thread.evaluate(member(0), 0.1)
+    listener.thread.evaluate(member(1), 0.1)
+    listener.next(2)
+    listener.thread.cancel(member(0))
+    assert listener.next(1) == [Measured(member(0), None, "")]
+    listener.workshop.gate.set()
+    assert listener.next(1) == [Measured(member(1), cast(Any, 1), "")]
+
+
+def test_a_failure_of_scoring_is_the_units(listener: Listener) -> None:
+    listener.thread.evaluate(member(2), 0.1)
+    listener.next(1)
+    listener.workshop.gate.set()
+    assert listener.next(1)[0] == Measured(member(2), None, "it does not start")
+
+
+def test_a_round_takes_less_than_its_answers_and_scores_one_after_the_other(tmp_path: Path) -> None:
+    """Real processes. A unit sleeps a quarter of a second in the engine and as long in its scorer: one after
+    the other, four members could not take less than two seconds.
+    """
+    make_folder(tmp_path, rounds=2, members=4, task_options={"seconds": 0.25, "scoring": 0.25})
+    with Processes(tmp_path) as processes:
+        processes.coordinator()
+        processes.node("n1")
+        processes.wait_end()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    seconds = [row["seconds"] for row in rows if row["kind"] == "commit"]
+    assert seconds[1] < 4 * (0.25 + 0.25), "round 0 has the first probe, round 1 none"

@@ -14,6 +14,7 @@ import math
 import struct
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,6 +74,8 @@ class ToyWorkshop:
         self._key = seeds.tensor_key(TENSOR)
         self._written = self._write(base_weights())  # D of what was written last
         self._seconds = float(lock.task_options.get("seconds", 0.0)) if seconds is None else seconds
+        self._scoring = float(lock.task_options.get("scoring", 0.0))  # seconds a unit, beside the next one
+        self._desk = ThreadPoolExecutor(1)
         self._deaf = bool(lock.task_options.get("deaf", False))
         self._fail = set(lock.task_options.get("fail", ()))
         self._bad = {what: lock.task_options.get(what) for what in ("flip", "wrong")}  # [node, round]
@@ -153,6 +156,21 @@ class ToyWorkshop:
         return self._write(fresh)
 
     def evaluate(
+        self, unit: Unit, sigma: float, stop: Callable[[], bool], progress: Callable[[int], None]
+    ) -> Future[ToyOutcome]:
+        outcome = self._measure(unit, sigma, stop, progress)
+
+        def score() -> ToyOutcome:
+            self._take_time(self._scoring, stop, lambda _: None)
+            return outcome
+
+        if self._scoring:
+            return self._desk.submit(score)
+        future: Future[ToyOutcome] = Future()
+        future.set_result(outcome)
+        return future
+
+    def _measure(
         self, unit: Unit, sigma: float, stop: Callable[[], bool], progress: Callable[[int], None]
     ) -> ToyOutcome:
         lock = self._lock

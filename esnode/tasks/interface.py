@@ -92,6 +92,11 @@ class Task:
         return {"train": self.train, "heldout": self.heldout}[split]
 
     @property
+    def turns(self) -> int:
+        """How often the model speaks in an episode at most: the engine waits for no score after the last."""
+        return max(1, self.max_turns) if type(self).reply is not Task.reply else 1
+
+    @property
     def floor(self) -> float:
         """What an answer gets whose scorer raised, hung or returned nonsense."""
         return self.low

@@ -3,7 +3,7 @@
 The file defines `items()`, returning `(train, heldout)` lists of JSON objects, and `score(item, text)`,
 returning a number, a `(number, correct)` pair or a `Score`. An item holds `prompt` (or `messages`) unless the
 file defines `start(item)`. Optional: `reply(item, messages, text)` for several turns, and the constants LOW,
-HIGH (0 and 1), MAX_NEW_TOKENS (64), MAX_TURNS (8).
+HIGH (0 and 1), MAX_NEW_TOKENS (64), MAX_TURNS (8; 1 without `reply`).
 
 Code is loaded only from the folder that the operator of this machine names, never from the network, and only
 if its SHA-256 is the one that plan and lock pin. Scoring runs in the scoring process.
@@ -70,12 +70,13 @@ class PythonTask(Task):
         high = float(_number(path, module, "HIGH", options["high"]))
         if not low < high:
             raise TaskError(f"{path}: LOW = {low} must be below HIGH = {high}")
+        talks = hasattr(module, "reply")
         declared = {
             "code": _digest(_pinned(path, options["code"])),
             "low": low,
             "high": high,
             "max_new_tokens": int(_number(path, module, "MAX_NEW_TOKENS", options["max_new_tokens"])),
-            "max_turns": int(_number(path, module, "MAX_TURNS", options["max_turns"])),
+            "max_turns": int(_number(path, module, "MAX_TURNS", options["max_turns"])) if talks else 1,
         }
         return {**options, **declared}
 
