@@ -167,10 +167,25 @@ def test_without_numba_the_reference_takes_over(monkeypatch):
 def test_kernels_compile_where_nothing_can_be_cached(monkeypatch):
     from numba.core import caching
 
-    from esnode.kernels import cpu_loops
+    from esnode.kernels import cpu_compile
 
     monkeypatch.setattr(caching.CompileResultCacheImpl, "_locator_classes", [])
-    assert cpu_loops._compiled(lambda x: x + 1)(3) == 4
+    assert cpu_compile.compiled(lambda x: x + 1)(3) == 4
+
+
+def test_the_table_is_read_without_gathers_in_the_widest_vectors():
+    import llvmlite.binding as llvm
+    import numba
+
+    from esnode.kernels import cpu_loops
+
+    compiled = numba.njit(cpu_loops._noise.py_func)
+    room, one_block = np.zeros(cpu_loops.BLOCK, np.uint32), 1
+    compiled(0, one_block, np.zeros(cpu_loops.KEYS, np.uint64), room, room.copy())
+    assembly = "".join(compiled.inspect_asm().values())
+    assert "gather" not in assembly
+    wide = "NUMBA_CPU_NAME" in os.environ and llvm.get_host_cpu_features().get("avx512f")
+    assert ("zmm" in assembly) == bool(wide)
 
 
 PROBE = """

@@ -4,43 +4,25 @@ May import numba and `protocol` only; called by `cpu.py`. What makes them fast: 
 elements (32 Philox counters times 4 words), so that a block needs no addresses and LLVM vectorises every
 inner loop; the first two Philox rounds are folded into per-seed constants; the table is a global, hence a
 constant of the code. Products of 32 by 32 bits are written `multiplier * (x & LOW32)`: that form becomes one
-vector multiply.
+vector multiply. Vector gathers are slow (microcode on AMD, and on Intel since 2023), so the table is read by
+plain loads, one block behind Philox, whose multiplications hide them.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from typing import Any
+import numba
+import numpy as np
+from llvmlite import ir
+from numba.core import cgutils
+from numba.extending import intrinsic
 
-import llvmlite.binding as llvm
-
-
-def _use_wide_vectors() -> None:
-    """Ask for 512-bit vectors, which LLVM avoids on some Intel cores; a user's own numba settings win."""
-    if {"NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES"} & os.environ.keys():
-        return
-    try:
-        features = llvm.get_host_cpu_features()
-    except RuntimeError:  # LLVM does not know this processor's features
-        return
-    if features.get("avx512f"):
-        os.environ["NUMBA_CPU_NAME"] = llvm.get_host_cpu_name()
-        os.environ["NUMBA_CPU_FEATURES"] = features.flatten() + ",-prefer-256-bit"
-
-
-_use_wide_vectors()  # numba reads these when it compiles its first function
-
-import numba  # noqa: E402
-import numpy as np  # noqa: E402
-from llvmlite import ir  # noqa: E402
-from numba.extending import intrinsic  # noqa: E402
-
-from protocol import noise  # noqa: E402
+from esnode.kernels.cpu_compile import bits_of, compiled, float_of, inline, shared
+from protocol import noise
 
 U16, U32, I32, F32, U64 = np.uint16, np.uint32, np.int32, np.float32, np.uint64
 BLOCK = 128
-GROUP = 4  # blocks whose noise is made together, to load a seed's constants less often
+GROUP = 8  # blocks whose noise is made together, to load a seed's constants less often
+ROOM = BLOCK * GROUP
 KEYS = 16  # u64 per seed, see _fold
 BF16, FP16, FP32 = 0, 1, 2  # live dtypes
 _TABLE = np.concatenate([np.zeros(6592, np.uint32), noise.TABLE])  # indexed by b >> 17 as it is
@@ -51,35 +33,10 @@ _GOLDEN = U64(0x9E3779B97F4A7C15)
 _FMIX1, _FMIX2 = U64(0xFF51AFD7ED558CCD), U64(0xC4CEB9FE1A85EC53)
 
 
-def _compiled(function: Callable[..., Any]) -> Any:
-    """njit, cached on disk where there is a place for it: beside this file, else the user's cache folder."""
-    options = {"nogil": True, "error_model": "numpy", "fastmath": False}
-    try:
-        return numba.njit(cache=True, **options)(function)
-    except RuntimeError:  # numba's "no locator available": compile anew in each process
-        return numba.njit(**options)(function)
-
-
-def _inline(function: Callable[..., Any]) -> Any:
-    return numba.njit(inline="always", error_model="numpy")(function)
-
-
-@intrinsic
-def _float_of(typing, bits):  # type: ignore[no-untyped-def]
-    """float32 with the given u32 bits."""
-    return numba.float32(numba.uint32), lambda c, b, s, args: b.bitcast(args[0], ir.FloatType())
-
-
-@intrinsic
-def _bits_of(typing, value):  # type: ignore[no-untyped-def]
-    """u32 bits of a float32."""
-    return numba.uint32(numba.float32), lambda c, b, s, args: b.bitcast(args[0], ir.IntType(32))
-
-
 # --- noise ---
 
 
-@_inline
+@inline
 def _fold(seed, tid, tag, high, key):
     """Constants of one (seed, tensor, tag, high counter word): rounds 0 and 1 as far as they need no more.
 
@@ -88,10 +45,8 @@ def _fold(seed, tid, tag, high, key):
     k0 = seed & _LOW32
     k1 = seed >> _32
     p1 = _M1 * tid
-    x0 = (
-        (p1 >> _32) ^ high ^ k0
-    )  # x0 and x1 after round 0; x2 and x3 are hi(M0 * low) ^ tag ^ k1 and lo(M0 * low)
-    x1 = p1 & _LOW32
+    # x0 and x1 after round 0; x2 and x3 are hi(M0 * low) ^ tag ^ k1 and lo(M0 * low).
+    x0, x1 = (p1 >> _32) ^ high ^ k0, p1 & _LOW32
     key[0] = tag ^ k1
     k0 = (k0 + U64(0x9E3779B9)) & _LOW32
     k1 = (k1 + U64(0xBB67AE85)) & _LOW32
@@ -106,7 +61,7 @@ def _fold(seed, tid, tag, high, key):
         key[5 + 2 * r] = k1
 
 
-@_inline
+@inline
 def _round(x0, x1, x2, x3, k0, k1):
     """One Philox round. Only the low 32 bits of each word count; the rest is left dirty."""
     p0 = _M0 * (x0 & _LOW32)
@@ -114,7 +69,7 @@ def _round(x0, x1, x2, x3, k0, k1):
     return (p1 >> _32) ^ x1 ^ k0, p1, (p0 >> _32) ^ x3 ^ k1, p0
 
 
-@_inline
+@inline
 def _philox(p0, key):
     """The four words of a counter whose first product M0 * low is p0."""
     p1 = _M1 * (((p0 >> _32) ^ key[0]) & _LOW32)
@@ -126,43 +81,77 @@ def _philox(p0, key):
     return _round(x0, x1, x2, x3, key[12], key[13])
 
 
-@_inline
-def _products(block, count, p0):
-    """First products of all counters of `count` blocks from `block`, shared by all seeds."""
-    low = (U64(block) << U64(5)) & _LOW32
-    for lane in range(32 * count):
-        p0[lane] = _M0 * (low + U64(lane))
+@intrinsic
+def _look_up(typing, entries, pair, table):  # type: ignore[no-untyped-def]
+    """Two u32 of `entries` from 2 * pair, indices before, become the table's entries.
+
+    Atomic accesses are plain ones on every processor, but LLVM does not make gathers of them.
+    """
+
+    def generate(context, b, signature, args):  # type: ignore[no-untyped-def]
+        u64 = ir.IntType(64)
+        memory, base = (
+            cgutils.create_struct_proxy(signature.args[k])(context, b, args[k]).data for k in (0, 2)
+        )
+        place = b.gep(b.bitcast(memory, u64.as_pointer()), [args[1]])
+        both = b.load_atomic(place, "monotonic", 8)
+        low, high = (
+            b.zext(b.load_atomic(b.gep(base, [index]), "monotonic", 4), u64)
+            for index in (b.and_(both, u64(0xFFFFFFFF)), b.lshr(both, u64(32)))
+        )
+        b.store_atomic(b.or_(low, b.shl(high, u64(32))), place, "monotonic", 8)
+        return context.get_dummy_value()
+
+    return numba.void(entries, numba.uint64, table), generate
 
 
-@_inline
-def _words(p0, count, key, words):
-    """Random words of `count` blocks, in the order of their elements."""
-    for g in range(count):
-        p = p0[32 * g : 32 * g + 32]
-        out = words[BLOCK * g : BLOCK * g + BLOCK]
-        for lane in range(32):
-            x0, x1, x2, x3 = _philox(p[lane], key)
-            out[lane] = U32(x0)
-            out[lane + 32] = U32(x1)
-            out[lane + 64] = U32(x2)
-            out[lane + 96] = U32(x3)
+@inline
+def _uniform(word):
+    """b, the bits of the uniform float32, of a random word."""
+    return bits_of(F32(float_of((word & U32(0x7FFFFF)) | U32(0x3F800000)) - _BELOW_ONE))
 
 
-@_inline
-def _gaussian(word):
+@shared
+def _noise(block, count, k, words, entries):
+    """Random words of `count` blocks in the order of their elements, and the table's entry for each.
+
+    Eight counters at a time; with them goes a quarter of the look-ups of the block before.
+    """
+    key = (k[0], k[1], k[2], k[3], k[4], k[5], k[6], k[7], k[8], k[9], k[10], k[11], k[12], k[13])
+    p0 = _M0 * ((U64(block) << U64(5)) & _LOW32)
+    for chunk in range(U64(4 * count)):
+        at = (chunk >> U64(2)) * U64(BLOCK) + (chunk & U64(3)) * U64(8)
+        for lane in range(U64(8)):
+            x0, x1, x2, x3 = _philox(p0 + _M0 * lane, key)
+            words[at + lane] = U32(x0)
+            words[at + lane + U64(32)] = U32(x1)
+            words[at + lane + U64(64)] = U32(x2)
+            words[at + lane + U64(96)] = U32(x3)
+        p0 += _M0 * U64(8)
+        if chunk >= U64(4):
+            for pair in range(U64(16)):
+                _look_up(entries, (chunk - U64(4)) * U64(16) + pair, _TABLE)
+        if chunk & U64(3) == U64(3):
+            first = (chunk >> U64(2)) * U64(BLOCK)
+            for j in range(U64(BLOCK)):
+                entries[first + j] = _uniform(words[first + j]) >> U32(17)
+    for pair in range(U64(64 * count - 64), U64(64 * count)):
+        _look_up(entries, pair, _TABLE)
+
+
+@inline
+def _gaussian(word, entry):
     """zs of a random word: its high half is q, m = 2q + 1."""
-    b = _bits_of(F32(_float_of((word & U32(0x7FFFFF)) | U32(0x3F800000)) - _BELOW_ONE))
-    entry = _TABLE[b >> U32(17)]
-    z = U32(entry - U32(U32((entry & U32(0xFFF)) * (b & U32(0x1FFFF))) >> U32(7)))
+    z = U32(entry - U32(U32((entry & U32(0xFFF)) * (_uniform(word) & U32(0x1FFFF))) >> U32(7)))
     return I32(I32(z) ^ (I32(word) >> I32(31)))
 
 
-@_inline
-def _odd(word):
-    return I32(_gaussian(word) >> I32(15)) | I32(1)
+@inline
+def _odd(word, entry):
+    return I32(_gaussian(word, entry) >> I32(15)) | I32(1)
 
 
-@_inline
+@inline
 def _group(first, last):
     """How many blocks from `first` to make at once: groups never straddle a multiple of GROUP: no carry."""
     return min(GROUP - (first & (GROUP - 1)), last - first)
@@ -171,7 +160,7 @@ def _group(first, last):
 # --- weights ---
 
 
-@_inline
+@inline
 def _load(m32, m16, wide, at, count, bits):
     """float32 bits of `count` master elements from position `at`; a bf16 master (not wide) widens exactly."""
     if wide:
@@ -184,19 +173,24 @@ def _load(m32, m16, wide, at, count, bits):
             bits[j] = U32(narrow[j]) << U32(16)
 
 
-@_inline
+@inline
+def _plus(bits, step):
+    """Bits of a float32 plus a float32: the one rounding of every change of a weight."""
+    return bits_of(F32(float_of(bits) + F32(step)))
+
+
+@inline
 def _bf16(bits):
     return U16((bits + U32(0x7FFF) + ((bits >> U32(16)) & U32(1))) >> U32(16))
 
 
-@_inline
+@inline
 def _fp16(bits):
     """IEEE half of float32 bits, nearest even, subnormals and overflow included."""
     size = U32(bits & U32(0x7FFFFFFF))
     exponent = I32(size >> U32(23))
-    shift = U32(
-        min(max(I32(I32(126) - exponent), I32(14)), I32(25))
-    )  # below 2^-14 the unit of a half is 2^-24
+    # Below 2^-14 the unit of a half is 2^-24.
+    shift = U32(min(max(I32(I32(126) - exponent), I32(14)), I32(25)))
     significand = U32((size & U32(0x7FFFFF)) | U32(0x800000))
     below_half = U32(U32(U32(1) << U32(shift - U32(1))) - U32(1))
     odd = U32(U32(significand >> shift) & U32(1))
@@ -208,7 +202,7 @@ def _fp16(bits):
     return U16(U32(U32(bits >> U32(16)) & U32(0x8000)) | rounded)
 
 
-@_inline
+@inline
 def _store_live(bits, count, kind, l32, l16, at):
     """Round float32 bits into the live weights from position `at`."""
     if kind == FP32:
@@ -225,7 +219,7 @@ def _store_live(bits, count, kind, l32, l16, at):
             half[j] = _fp16(bits[j])
 
 
-@_inline
+@inline
 def _mixed(bits, tid, index):
     """What one element adds to the digest."""
     x = ((tid << _32) | U64(bits)) + _GOLDEN * (index + U64(1))
@@ -237,12 +231,12 @@ def _mixed(bits, tid, index):
 # --- entry points; rows are those of a Region, positions count from the first element of the arrays ---
 
 
-@_compiled
+@compiled
 def fill(seed, tid, start, rows, width, stride, out):
     """m of every element into int32 `out`."""
     key = np.empty(KEYS, U64)
-    p0 = np.empty(32 * GROUP, U64)
-    words = np.empty(BLOCK * GROUP, U32)
+    words = np.empty(ROOM, U32)
+    entries = np.empty(ROOM, U32)
     for row in range(rows):
         begin = start + row * stride
         end = begin + width
@@ -250,25 +244,24 @@ def fill(seed, tid, start, rows, width, stride, out):
         while block < last:
             count = _group(block, last)
             _fold(seed, tid, U64(noise.TAG_EPS), U64(block >> 27), key)
-            _products(block, count, p0)
-            _words(p0, count, key, words)
+            _noise(block, count, key, words, entries)
             lo = max(begin, block * BLOCK)
             n = min(end, (block + count) * BLOCK) - lo
             at = row * width + lo - begin
             target = out[at : at + n]
-            w = words[lo - block * BLOCK : lo - block * BLOCK + n]
+            w, e = words[lo - block * BLOCK :], entries[lo - block * BLOCK :]
             for j in range(n):
-                target[j] = _odd(w[j])
+                target[j] = _odd(w[j], e[j])
             block += count
 
 
-@_compiled
+@compiled
 def perturb(seed, tid, start, rows, width, stride, scale, m32, m16, wide, kind, l32, l16):
     """live = round(master + m * scale); `wide` and `kind` say which of the arrays of bits are meant."""
     key = np.empty(KEYS, U64)
-    p0 = np.empty(32 * GROUP, U64)
-    words = np.empty(BLOCK * GROUP, U32)
-    bits = np.empty(BLOCK * GROUP, U32)
+    words = np.empty(ROOM, U32)
+    entries = np.empty(ROOM, U32)
+    bits = np.empty(ROOM, U32)
     for row in range(rows):
         begin = start + row * stride
         end = begin + width
@@ -276,37 +269,41 @@ def perturb(seed, tid, start, rows, width, stride, scale, m32, m16, wide, kind, 
         while block < last:
             count = _group(block, last)
             _fold(seed, tid, U64(noise.TAG_EPS), U64(block >> 27), key)
-            _products(block, count, p0)
-            _words(p0, count, key, words)
+            _noise(block, count, key, words, entries)
             lo = max(begin, block * BLOCK)
             n = min(end, (block + count) * BLOCK) - lo
             at = row * width + lo - begin
-            w = words[lo - block * BLOCK : lo - block * BLOCK + n]
-            _load(m32, m16, wide, at, n, bits)
-            for j in range(n):
-                bits[j] = _bits_of(F32(_float_of(bits[j]) + F32(F32(_odd(w[j])) * scale)))
+            w, e = words[lo - block * BLOCK :], entries[lo - block * BLOCK :]
+            if wide:
+                source = m32[at : at + n]
+                for j in range(n):
+                    bits[j] = _plus(source[j], F32(_odd(w[j], e[j])) * scale)
+            else:
+                narrow = m16[at : at + n]
+                for j in range(n):
+                    bits[j] = _plus(U32(narrow[j]) << U32(16), F32(_odd(w[j], e[j])) * scale)
             _store_live(bits, n, kind, l32, l16, at)
             block += count
 
 
-@_compiled
+@compiled
 def restore(first, last, m32, m16, wide, kind, l32, l16):
     """live = round(master) for positions first .. last."""
-    bits = np.empty(BLOCK * GROUP, U32)
-    for at in range(first, last, BLOCK * GROUP):
-        n = min(BLOCK * GROUP, last - at)
+    bits = np.empty(ROOM, U32)
+    for at in range(first, last, ROOM):
+        n = min(ROOM, last - at)
         _load(m32, m16, wide, at, n, bits)
         _store_live(bits, n, kind, l32, l16, at)
 
 
-@_compiled
+@compiled
 def digest(tid, start, rows, width, stride, m32, m16, wide):
     """u64 sum of the elements' shares."""
-    bits = np.empty(BLOCK * GROUP, U32)
+    bits = np.empty(ROOM, U32)
     total = U64(0)
     for row in range(rows):
-        for column in range(0, width, BLOCK * GROUP):
-            n = min(BLOCK * GROUP, width - column)
+        for column in range(0, width, ROOM):
+            n = min(ROOM, width - column)
             _load(m32, m16, wide, row * width + column, n, bits)
             index = U64(start + row * stride + column)
             for j in range(n):
@@ -314,41 +311,41 @@ def digest(tid, start, rows, width, stride, m32, m16, wide):
     return total
 
 
-@_inline
-def _sum(p0, count, keys, c, first, last, words, q):
+@inline
+def _sum(block, count, keys, c, first, last, words, entries, q):
     """q = sum over members of c * q_member (A = 2 * q + sum of c), wrapping in int32; the final A fits."""
     for j in range(count * BLOCK):
         q[j] = I32(0)
     for k in range(first, last):
-        _words(p0, count, keys[k], words)
+        _noise(block, count, keys[k], words, entries)
         weight = c[k]
         for j in range(count * BLOCK):
-            q[j] = I32(q[j] + I32(weight * I32(_gaussian(words[j]) >> I32(16))))
+            q[j] = I32(q[j] + I32(weight * I32(_gaussian(words[j], entries[j]) >> I32(16))))
 
 
-@_inline
+@inline
 def _move(bits, n, q, c_sum, scale, wide, words):
     """One round's step on float32 bits; a bf16 master adds 16 random bits and cuts."""
     if wide:
         for j in range(n):
             a = I32(I32(q[j] << I32(1)) + c_sum)
-            bits[j] = _bits_of(F32(_float_of(bits[j]) + F32(F32(a) * scale)))
+            bits[j] = _plus(bits[j], F32(a) * scale)
     else:
         for j in range(n):
             a = I32(I32(q[j] << I32(1)) + c_sum)
-            moved = _bits_of(F32(_float_of(bits[j]) + F32(F32(a) * scale)))
+            moved = _plus(bits[j], F32(a) * scale)
             bits[j] = U32(moved + (words[j] >> U32(16))) & U32(0xFFFF0000)
 
 
-@_compiled
+@compiled
 def update(tid, start, rows, width, stride, seeds, c, ends, scales, rounding, m32, m16, wide, sums):
     """All steps on the master in place; step t has noises ends[t-1] .. ends[t], sums[t] gets its digest."""
     members, steps = len(seeds), len(ends)
     keys = np.empty((members + steps, KEYS), U64)
-    p0 = np.empty(32 * GROUP, U64)
-    words = np.empty(BLOCK * GROUP, U32)
-    bits = np.empty(BLOCK * GROUP, U32)
-    q = np.empty(BLOCK * GROUP, I32)
+    words = np.empty(ROOM, U32)
+    entries = np.empty(ROOM, U32)
+    bits = np.empty(ROOM, U32)
+    q = np.empty(ROOM, I32)
     folded = -1
     for row in range(rows):
         begin = start + row * stride
@@ -362,7 +359,6 @@ def update(tid, start, rows, width, stride, seeds, c, ends, scales, rounding, m3
                     _fold(seeds[k], tid, U64(noise.TAG_EPS), U64(folded), keys[k])
                 for t in range(steps):
                     _fold(rounding[t], tid, U64(noise.TAG_ROUNDING), U64(folded), keys[members + t])
-            _products(block, count, p0)
             lo = max(begin, block * BLOCK)
             n = min(end, (block + count) * BLOCK) - lo
             skip = lo - block * BLOCK
@@ -370,13 +366,13 @@ def update(tid, start, rows, width, stride, seeds, c, ends, scales, rounding, m3
             _load(m32, m16, wide, at, n, bits)
             first = 0
             for t in range(steps):
-                _sum(p0, count, keys, c, first, ends[t], words, q)
+                _sum(block, count, keys, c, first, ends[t], words, entries, q)
                 c_sum = I32(0)
                 for k in range(first, ends[t]):
                     c_sum = I32(c_sum + c[k])
                 first = ends[t]
                 if not wide:
-                    _words(p0, count, keys[members + t], words)
+                    _noise(block, count, keys[members + t], words, entries)
                 _move(bits, n, q[skip:], c_sum, scales[t], wide, words[skip:])
                 index = U64(lo)
                 share = U64(0)
@@ -387,7 +383,7 @@ def update(tid, start, rows, width, stride, seeds, c, ends, scales, rounding, m3
             block += count
 
 
-@_inline
+@inline
 def _store_master(bits, n, m32, m16, wide, at):
     if wide:
         target = m32[at : at + n]
