@@ -38,6 +38,7 @@ from protocol.peers import (
 KEPT = 2  # snapshots a node is believed to hold
 BUSY_SECONDS = 300.0  # how long a donor counts as busy with a joiner it was given to
 FAULTS_TO_SHUN = 2  # reporters after whom nobody is sent to a donor any more
+WORDS_THAT_COUNT = 2  # donors about whom one reporter's word counts for everybody
 NEAR = 16  # peers looked at for neighbours
 REMEMBERED = 32  # words of others about one peer
 
@@ -135,8 +136,8 @@ def _unfit(state: State, key: bytes, joiner: bytes) -> str:
 
 def shunned(peer: Peer) -> str:
     """Why nobody is sent to this donor any more; "" while it is trusted."""
-    if len(peer.faults) >= FAULTS_TO_SHUN:
-        return f"{len(peer.faults)} nodes had poisoned parts from it"
+    if len(peer.shunned_by) >= FAULTS_TO_SHUN:
+        return f"{len(peer.shunned_by)} nodes had poisoned parts from it"
     return ""
 
 
@@ -244,12 +245,18 @@ def _on_way(turn: Turn, key: bytes, message: PeerWay) -> None:
 
 
 def _on_fault(turn: Turn, key: bytes, message: PeerFault) -> None:
-    """One word marks the donor for the one who complains, two for everybody: a liar shuns nobody alone."""
+    """One word marks the donor for the one who complains, two for everybody: a liar shuns nobody alone.
+
+    A node's word counts for everybody about two donors at most, so that two that collude cannot shun all.
+    """
     if message.key not in turn.nodes or message.key == key:
         return
     peer = _peer(turn.state, message.key)
     words = f"part {message.part} of {message.root.hex()[:12]}: {message.reason[:120]}"
-    _put(turn, message.key, replace(peer, faults=_last({**peer.faults, key: words})))
+    about = sum(key in other.shunned_by for other in turn.state.peers.values())
+    counts = len(peer.shunned_by) < FAULTS_TO_SHUN and about < WORDS_THAT_COUNT
+    by = peer.shunned_by | {key} if counts else peer.shunned_by
+    _put(turn, message.key, replace(peer, faults=_last({**peer.faults, key: words}), shunned_by=by))
     donor, joiner = turn.nodes[message.key].name, turn.nodes[key].name
     turn.count("poisoned parts", f"{donor} sent {joiner} a poisoned part ({words})")
     turn.note("poisoned", node=donor, by=joiner, reason=words)

@@ -69,6 +69,7 @@ from protocol.messages import (
 __all__ = ["State", "fold", "new", "next_term", "recall", "status", "step"]
 
 LINGER = 60.0  # seconds END is served at most to nodes that have not confirmed it
+LINGER_RELEASED = 3.0  # and to nodes that have left: one that is paused comes for it
 LINGER_ALONE = 5.0  # and to nodes that might return, after a start on a run that has ended
 ENTRIES_BYTES = 256 * 1024  # one Entries message; up to 64 wait for a node that does not read
 UNITS_IN_BEAT = 64
@@ -182,17 +183,22 @@ def _on_tick(turn: Turn) -> None:
 
 
 def _linger(turn: Turn, since: float) -> None:
-    """After END: wait for the nodes that are there and have not confirmed it, then stop."""
+    """After END: wait for the nodes that are there and have not confirmed it, then stop.
+
+    Those that have left may be paused and connected: they are told, and may come for the rest of the ledger.
+    """
     state = turn.state
+    rest = [key for key, node in state.nodes.items() if node.left.startswith(RELEASED)]
+    waiting = state.now - since < LINGER_RELEASED and bool(rest)
+    if waiting:
+        for key in rest:
+            turn.send(key, Bye(RUN_ENDED))
     present = any(membership.alive(node, state.now) for node in state.nodes.values())
     if present:
         over = state.now - since >= LINGER
     else:
-        over = bool(state.nodes) or state.now - since >= LINGER_ALONE
+        over = (bool(state.nodes) and not waiting) or state.now - since >= LINGER_ALONE
     if over:
-        for key, node in state.nodes.items():
-            if node.left.startswith(RELEASED):  # it may be connected still: paused
-                turn.send(key, Bye(RUN_ENDED))
         turn.stop(f"{RUN_ENDED}: {state.chain.round} rounds are committed", 0)
 
 

@@ -19,5 +19,6 @@ class Peer(msgspec.Struct, frozen=True):
     kept: tuple[Kept, ...] = ()  # the newest round first
     given: Mapping[bytes, float] = {}  # joiner -> when it was sent here
     faults: Mapping[bytes, str] = {}  # who complained -> what about
+    shunned_by: frozenset[bytes] = frozenset()  # of those, whose word counts for everybody
     ways: Mapping[bytes, tuple[str, str]] = {}  # who reaches it -> ("direct" | "relay" | "none", why)
     catching: str = ""  # how it catches up itself, with its numbers

@@ -23,7 +23,7 @@ from protocol.seeds import member_seed
 
 NOBODY = -1
 FAILURES_TO_VOID = 3
-NODES_TO_VOID = 2
+NODES_TO_VOID = 3  # where so many could try
 MIN_MEMBERS = 2
 GRACE = 0.25  # of the time the quorum took: how long the rest of a round is waited for
 
@@ -227,13 +227,19 @@ def forgive(round: Round) -> Round:
     return replace(round, members=members, probe=probe)
 
 
-def void_verdict(cells: Cells, nodes: int) -> tuple[bool, str]:
-    """Whether a member is given up: 3 failures, on 2 nodes where there are 2 (`nodes` = nodes alive now)."""
+def void_verdict(cells: Cells, nodes: int, others: int) -> tuple[bool, str]:
+    """Whether a member is given up: 3 failures, on 3 nodes where there are 3, on 2 where there are 2.
+
+    `nodes` are alive now; `others` of them could get the member and have not failed at it. Two that collude
+    so void nothing that a third can evaluate.
+    """
     count, distinct = len(cells.failures), len(set(cells.failures))
     if cells.settled or count < FAILURES_TO_VOID:
         return False, f"{count} failures, {FAILURES_TO_VOID} make it void"
-    if distinct < NODES_TO_VOID and nodes >= NODES_TO_VOID:
+    if distinct < min(nodes, 2):
         return False, f"{count} failures, all on one node: another one tries"
+    if distinct < NODES_TO_VOID and others:
+        return False, f"{count} failures on {distinct} node{'s' * (distinct > 1)}: another one tries"
     return True, f"failed {count} times on {distinct} node{'s' * (distinct > 1)}: {cells.reason}"
 
 

@@ -302,15 +302,21 @@ def on_tick(turn: Turn) -> None:
 
 
 def answered(state: State) -> Verdict:
-    """Whether those who evaluated more than half of the members of the last commits have shown their tips."""
+    """Whether those who evaluated more than half of the members of the last commits have shown their tips.
+
+    What revoked nodes evaluated is left out: they cannot answer, and nobody may wait for them.
+    """
     chain = state.chain
+    gone = {number for key, number in state.numbers.items() if key in state.guests.revoked}
+    staying = chain.roster.keys() - gone
     there = {*state.nodes, *state.lineage.branches}
     numbers = {number for key, number in state.numbers.items() if key in there}
     bodies = [entry.body for entry in chain.commits[-LAST_COMMITS:]]
     rows = [row.evaluator for body in bodies if isinstance(body, CommitBody) for row in body.members]
+    rows = [number for number in rows if number in staying]
     what = f"members of the last {len(bodies)} commits"
     if not rows:
-        rows, what = list(state.numbers.values()), "nodes of the roster"
+        rows, what = sorted(staying), "nodes of the roster"
     if not rows:
         return Verdict(bool(there), "nobody has worked for this run yet" if there else "no node has answered")
     known = sum(number in numbers for number in rows)

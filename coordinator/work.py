@@ -167,12 +167,19 @@ def give_up(turn: Turn, only: Unit | None = None) -> None:
     for unit in [only] if only else rounds.failing(turn.round):
         cells = turn.round.cells(unit)
         assert cells is not None
-        void, reason = rounds.void_verdict(cells, len(turn.alive))
+        void, reason = rounds.void_verdict(cells, len(turn.alive), _others(turn, cells))
         if void:
             turn.round = rounds.void(turn.round, unit, reason, turn.lock.mirrored)
             turn.count("void")
             turn.note("void", round=unit.round, kind=unit.kind, member=unit.member, reason=reason)
             _drop_useless(turn, unit.member, unit.member ^ 1)
+
+
+def _others(turn: Turn, cells: rounds.Cells) -> int:
+    """How many nodes that could get a member now have not failed at it."""
+    number, now = turn.round.number, turn.now
+    able = (node for node in turn.nodes.values() if membership.standing(node, number, now)[0] == READY)
+    return sum(node.number not in cells.failures for node in able)
 
 
 def close(turn: Turn) -> None:

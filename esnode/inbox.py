@@ -41,7 +41,7 @@ def receive(turn: Turn, message: Message) -> None:
     handler = _HANDLERS.get(type(message))
     if handler is None or (isinstance(message, _OF_MY_COORDINATOR) and not turn.state.joined):
         return
-    if turn.state.paused and not isinstance(message, Refuse | Bye):
+    if turn.state.paused and not turn.state.closing and not isinstance(message, Refuse | Bye):
         return pausing.hear(turn, message)
     if isinstance(message, Welcome | CoordBeat) and message.term < turn.state.term:
         why = f"a coordinator of term {message.term} is ignored, one of term {turn.state.term} was answered"
@@ -115,6 +115,8 @@ def _on_bye(turn: Turn, message: Bye) -> None:
         return  # meant for an earlier process with this key
     if message.reason.startswith(STOPPED) and not turn.state.leaving:
         return turn.note("link", reason=f"{message.reason}; this node waits for its return")
+    if turn.state.paused and message.reason.startswith(RUN_ENDED) and not turn.state.chain.ended:
+        return pausing.close(turn)
     harmless = message.reason.startswith(RUN_ENDED) or bool(turn.state.leaving)
     turn.stop(message.reason, 0 if harmless else 1)
 

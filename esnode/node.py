@@ -106,7 +106,7 @@ def _on_started(turn: Turn, event: Started) -> None:
 def _on_tick(turn: Turn, event: Tick) -> None:
     state = turn.state
     if state.until is not None and state.now >= state.until:
-        return turn.stop(state.leaving or RUN_ENDED, 0)
+        return turn.stop(state.leaving or RUN_ENDED + pausing.late(turn), 0)
     if state.paused:
         return pausing.on_tick(turn)
     if state.joined and state.now - state.heard > SILENCE:
@@ -253,6 +253,8 @@ def _on_received(turn: Turn, event: Received) -> None:
 def _go_on(turn: Turn) -> None:
     """Fetch what is missing, move the master, start the next units, say farewell when the run is over."""
     sources.fetch(turn)
+    if turn.state.closing:
+        return pausing.closed(turn)
     catchup.consider(turn)
     if turn.state.applying or turn.state.rewinding is not None:
         return

@@ -138,6 +138,7 @@ class State:
     catch_later: float = 0.0  # not before then again
     leaving: str = ""
     paused: str = ""  # why this machine's owner lets it do nothing for now
+    closing: bool = False  # paused, the run has ended: the rest of the ledger is on its way
     unknown: bool = False  # paused, and the coordinator has not been told over this connection
     until: float | None = None  # a leaving or ended node stops then, Bye or not
     stopped: bool = False

@@ -6,7 +6,8 @@ Called by `run.py`, `cli/run.py` and `cli/ledger.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from esnode.sketch import sparkline
 from esnode.standing import node_words
 from esnode.tell import Tell
 
+LINE_SECONDS = 4.0  # between lines about a step, where there is no terminal
 STAGES = ("generate", "perturb", "update", "score")
 
 
@@ -86,17 +88,28 @@ def say(console: Console, words: str) -> None:
 
 
 @contextmanager
-def bars(console: Console, lines: bool = True) -> Iterator[Tell]:
-    """A progress bar per step in a terminal; elsewhere one line per step, or nothing without `lines`."""
+def bars(console: Console, lines: bool = True, clock: Callable[[], float] = time.monotonic) -> Iterator[Tell]:
+    """A progress bar per step in a terminal; elsewhere a line every few seconds that a step lasts.
+
+    `lines`: elsewhere every step has a line as it begins, too. `clock`: monotonic seconds.
+    """
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
-    with Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal) as shown:
+    terminal = console.is_terminal
+    with Progress(*columns, TimeElapsedColumn(), console=console, disable=not terminal) as shown:
         steps: dict[str, TaskID] = {}
+        spoken = clock()
 
         def tell(what: str, done: int, total: int) -> None:
-            if what not in steps:
+            nonlocal spoken
+            fresh = what not in steps
+            if fresh:
                 steps[what] = shown.add_task(what, total=total)
-                if lines and not console.is_terminal:
-                    say(console, what)
+            if not terminal and lines and fresh:
+                say(console, what)
+                spoken = clock()
+            elif not terminal and done < total and clock() - spoken >= LINE_SECONDS:
+                say(console, f"{what}: {done / total:.0%}")
+                spoken = clock()
             shown.update(steps[what], completed=done, total=total)
 
         yield tell

@@ -38,6 +38,8 @@ def fetch(turn: Turn) -> None:
                 _ask(turn)  # it is slow, or it lacks them
             turn.send(Fetch(state.chain.height, FETCH_COUNT))
             turn.set(fetched=state.now)
+    elif state.closing and not state.joined:
+        _ask(turn)  # the coordinator may have gone with its last word
     elif not state.joined and not state.paused and not state.leaving and state.now - state.heard > SILENT:
         _ask(turn)
 
@@ -49,7 +51,9 @@ def _ask(turn: Turn) -> None:
     peers = [peer for peer in sources.peers if peer.key in known]
     if not peers or state.chain.ended:
         return
-    if state.now - sources.asked < (PEER_AGAIN if sources.open or state.joined else QUIET_AGAIN):
+    if state.now - sources.asked < (
+        PEER_AGAIN if sources.open or state.joined or state.closing else QUIET_AGAIN
+    ):
         return
     peer = peers[sources.turn % len(peers)]
     turn.set(sources=replace(sources, turn=sources.turn + 1, asked=state.now, open=True))

@@ -86,8 +86,13 @@ class Histories:
         keys = {
             row.number: row.key for e in entries if isinstance(e.body, RosterBody) for row in e.body.admitted
         }
+        for body in (e.body for e in entries if isinstance(e.body, RosterBody)):
+            for number in body.revoked:  # it cannot answer: nobody waits for it
+                del keys[number]
         bodies = [entry.body for entry in entries if isinstance(entry.body, CommitBody)][-LAST:]
-        rows = [keys[member.evaluator] for body in bodies for member in body.members]
+        evaluators = [member.evaluator for body in bodies for member in body.members]
+        rows = [keys[number] for number in evaluators if number in keys]
+        rows = [key for key in rows if key not in after.guests.revoked]
         heard = sum(key in after.nodes or key in after.lineage.branches for key in rows)
         ended = entries[-1].kind is EntryKind.END  # then it opens no round
         if rows and 2 * heard <= len(rows) and not after.lineage.force and not ended:

@@ -15,6 +15,7 @@ from esnode import daemon, duty, joined, nodeoptions
 from esnode.folder import write_file
 from esnode.notebook import Notebook
 from protocol import keys
+from protocol import ledger as ledgers
 from protocol.errors import UserError
 from protocol.ledger import LedgerFile
 from tests.bench import LOCK, ledger
@@ -108,14 +109,24 @@ def test_a_paused_node_ends_with_the_run_and_says_so_when_it_is_started_again(tm
         processes.wait_end()
         assert works.wait(20) == 0 and rests.wait(20) == 0, processes.words("n1")
         assert "the run has ended" in (tmp_path / "joined" / "logs" / "n1.log").read_text()
-        # nobody is left: the one that holds END knows, the other says what it could not reach
-        again = processes.node("n2", "--coordinator", "tcp://127.0.0.1:1", "--wait", "0.5")
-        assert again.wait(30) == 0, processes.words("n2")
-        assert "esnode: the run has ended after 3 rounds; the whole ledger is" in processes.words("n2")
-        lost = processes.node("n1", "--coordinator", "tcp://127.0.0.1:1", "--wait", "0.5")
-        assert lost.wait(30) == 1
+        assert ledgers.read(tmp_path / "joined" / "nodes" / "n1" / "node.ledger").chain.ended, "the rest came"
+        # nobody is left: those that hold END know
+        for name, run in (("n1", tmp_path / "joined"), ("n2", tmp_path)):
+            words = ("--run", str(run), "--coordinator", "tcp://127.0.0.1:1", "--wait", "0.5")
+            again = processes.node(name, *words)
+            assert again.wait(30) == 0, processes.words(name)
+            assert "esnode: the run has ended after 3 rounds; the whole ledger is" in processes.words(name)
+        # one that lacks it says what it could not reach
+        lost = make_folder(tmp_path / "lost", names=("n1",))
+        write_file(
+            tmp_path / "lost" / "coordinator" / "curve.pub", (tmp_path / "coordinator/curve.pub").read_bytes()
+        )
+        late = processes.node(
+            "n1", "--run", str(tmp_path / "lost"), "--coordinator", "tcp://127.0.0.1:1", "--wait", "0.5"
+        )
+        assert lost == lock and late.wait(30) == 1
         told = processes.words("n1")
-        assert "nothing answers at tcp://127.0.0.1:1" in told and f"(for the run in {tmp_path})" in told
+        assert "nothing answers at tcp://127.0.0.1:1" in told and f"(for the run in {tmp_path}" in told
 
 
 def test_duty_follows_policy_file_and_switch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

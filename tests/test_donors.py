@@ -167,6 +167,17 @@ def test_complaints_mark_a_donor() -> None:
     assert len(picture(made)["peers"]["a"]["faults"]) == 2
 
 
+def test_two_that_collude_shun_two_donors_and_no_more() -> None:
+    made = ready("abcdef")
+    for donor in "abc":
+        for liar in "ef":
+            made.say(liar, PeerFault(key_of(donor), ROOT, 3, "its hash does not fit"))
+    assert [donor.name for donor in asked(made, "d").donors] == ["c", "e"]
+    assert [donor.name for donor in asked(made, "f").donors] == ["d", "e"], (
+        "but nobody is sent to whom it complained about"
+    )
+
+
 def test_status_says_how_a_peer_is_reached_and_why_not() -> None:
     made = ready()
     assert picture(made)["peers"]["a"]["reached"] == "not tried yet"

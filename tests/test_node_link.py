@@ -150,7 +150,43 @@ def test_a_paused_node_is_known_over_every_connection_and_hears_of_the_end() -> 
     bench.hear(Bye(f"{RELEASED}: outside its hours"))
     assert bench.stop is None
     bench.hear(Bye(RUN_ENDED))
+    assert bench.stop is None and bench.sent(Hello), "it wants the rest of the ledger first"
+
+
+def test_a_paused_node_fetches_the_rest_of_the_ledger_and_computes_nothing() -> None:
+    bench, entries = working(), ledger(LOCK.digest, 55, end=True)
+    bench.step(events.Pause(bench.now, "outside its hours"))
+    bench.step(events.Cancelled(bench.now, unit_of()))
+    bench.hear(Bye(RUN_ENDED))
+    bench.welcome(entries)
+    assert bench.sent(Fetch) == [Fetch(2, 256)]
+    bench.hear(Entries(2, tuple(entry.raw for entry in entries[2:])))
+    assert bench.all(events.Store) and not bench.all(events.Apply)
     assert bench.stop is not None and bench.stop.code == 0
+
+
+def test_a_paused_node_whose_coordinator_is_gone_with_the_end_says_what_it_lacks() -> None:
+    bench = working()
+    bench.step(events.Pause(bench.now, "outside its hours"))
+    bench.step(events.Cancelled(bench.now, unit_of()))
+    bench.hear(Bye(RUN_ENDED))
+    for _ in range(70):
+        bench.tick(0.25)
+        if bench.stop:
+            break
+    assert bench.stop is not None and bench.stop.code == 0 and "stops at round 0" in bench.stop.reason
+
+
+def test_a_node_that_is_resumed_while_it_closes_works_to_the_end() -> None:
+    bench, entries = working(), ledger(LOCK.digest, 55, end=True)
+    bench.step(events.Pause(bench.now, "outside its hours"))
+    bench.step(events.Cancelled(bench.now, unit_of()))
+    bench.hear(Bye(RUN_ENDED))
+    bench.step(events.Resume(bench.now))
+    bench.tick(20.0)
+    assert bench.stop is None
+    bench.join(entries)
+    assert bench.all(events.Apply)
 
 
 def test_a_pause_before_the_welcome_is_told() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -480,3 +481,12 @@ def test_large_steps_and_long_names_are_encoded(tmp_path: Path) -> None:
         "x" * 300,
         0.5,
     )
+
+
+def test_a_step_that_lasts_has_a_line_every_few_seconds_where_there_is_no_terminal() -> None:
+    said, now = io.StringIO(), [0.0]
+    with progress.bars(Console(file=said, width=80), lines=False, clock=lambda: now[0]) as tell:
+        for done in range(11):
+            tell("replaying", done, 10)
+            now[0] += 1.5
+    assert said.getvalue().splitlines() == ["replaying: 30%", "replaying: 60%", "replaying: 90%"]

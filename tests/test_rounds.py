@@ -152,20 +152,24 @@ def test_a_probe_chunk_counts_its_correct_answers_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("failures", "nodes", "void"),
+    ("failures", "nodes", "others", "void"),
     [
-        ((0, 0), 1, False),
-        ((0, 0, 0), 1, True),
-        ((0, 0, 0), 2, False),
-        ((0, 1, 0), 2, True),
-        ((0, 1), 2, False),
+        ((0, 0), 1, 0, False),
+        ((0, 0, 0), 1, 0, True),
+        ((0, 0, 0), 2, 1, False),
+        ((0, 0, 0), 2, 0, False),
+        ((0, 1, 0), 2, 0, True),
+        ((0, 1), 2, 0, False),
+        ((0, 1, 0), 3, 1, False),
+        ((0, 1, 0), 3, 0, True),
+        ((0, 1, 2), 4, 1, True),
     ],
 )
-def test_three_failures_on_two_nodes_where_there_are_two(
-    failures: tuple[int, ...], nodes: int, void: bool
+def test_three_failures_on_three_nodes_where_there_are_so_many(
+    failures: tuple[int, ...], nodes: int, others: int, void: bool
 ) -> None:
     cells = Cells((None,), (rounds.NOBODY,), (0,), failures=failures, reason="boom")
-    verdict, reason = rounds.void_verdict(cells, nodes)
+    verdict, reason = rounds.void_verdict(cells, nodes, others)
     assert verdict is void and ("boom" in reason) is void
 
 

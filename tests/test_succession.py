@@ -14,6 +14,7 @@ from coordinator.membership import Verdict
 from protocol.chain import Chain
 from protocol.entries import EntryKind, public_key
 from protocol.messages import Rehello
+from tests import people
 from tests.actors import COORDINATOR, SimCoordinator
 from tests.checkers import Violation
 from tests.world import World
@@ -114,6 +115,20 @@ def test_a_successor_waits_for_those_who_did_the_recent_work() -> None:
     move(world, "heir", "node-0")
     world.run()
     assert heir.state.chain.ended and len(tips(world)) == 1
+
+
+def test_what_a_revoked_node_evaluated_is_waited_for_by_nobody() -> None:
+    world = world_of(paces=(0.02, 1.0, 1.0))  # node-0 does nearly everything
+    committed(world, 3)
+    world.failing = True
+    people.revoke(world, FIRST, world.now, "it lies")
+    committed(world, 4)
+    lose_coordinator(world)
+    world.gone.add(FIRST)
+    heir = succeed(world, raws_of(world, "node-1"))
+    move(world, "heir", "node-1", "node-2")
+    world.run()
+    assert heir.state.chain.ended
 
 
 def test_force_does_not_count() -> None:

@@ -165,6 +165,21 @@ def test_failures_void_a_member_on_two_nodes() -> None:
     assert unit.member not in [member.index for member in body.members]
 
 
+def test_two_that_fail_everything_void_nothing_that_a_third_can_evaluate() -> None:
+    desk = Desk(members=6)
+    desk.join("a", "b", "c")
+    for _ in range(40):
+        for name in "ab":
+            for unit in desk.assigned(name):
+                desk.say(name, Failed(unit, "no"))
+        if desk.state.chain.round:
+            break
+        for unit in desk.assigned("c")[:1]:
+            desk.result("c", unit)
+        desk.tick(0.3)
+    assert not desk.notes("void") and desk.state.chain.round == 1
+
+
 def test_a_lone_node_voids_after_three_tries_and_a_pair_leaves_whole() -> None:
     desk = Desk(members=6, mirrored=True)
     desk.join("a")

@@ -32,7 +32,7 @@ THREADS = click.option(
 
 
 def told() -> AbstractContextManager[Tell]:
-    """Progress bars on stderr, so that stdout stays the result; nothing where stderr is no terminal."""
+    """Progress on stderr, so that stdout stays the result: bars in a terminal, else a line now and then."""
     from rich.console import Console
 
     from esnode import progress
