@@ -44,14 +44,17 @@ def on_result(turn: Turn, peer: bytes, result: Result) -> None:
     if not share or not turn.secret or result.unit.kind != Kind.MEMBER:
         return
     half = _half(turn, peer, result)
-    cases = tuple(case if case.second else case.with_reference(half) for case in audits.cases)
+    recent = audits.recent
+    for case in audits.wanting(peer):
+        if (fed := case.with_reference(half)) is not case:
+            audits = audits.put(fed)
     if _chosen(turn, result.unit, share) and len(turn.alive) > 1:
         case = Case(result.unit.round, half)
-        for other in reversed(audits.recent):
+        for other in reversed(recent):
             case = case.with_reference(other)
-        cases = (*cases, case)
+        audits = audits.begun(case)
         turn.count("audits begun")
-    turn.set(audits=replace(audits, cases=cases, recent=(*audits.recent, half)[-RECENT:]))
+    turn.set(audits=replace(audits, recent=(*recent, half)[-RECENT:]))
     give_out(turn, None if len(turn.nodes) <= SMALL_POOL else [peer])
 
 
@@ -69,10 +72,10 @@ def _chosen(turn: Turn, unit: Unit, share: float) -> bool:
 
 def give_out(turn: Turn, keys: Sequence[bytes] | None = None) -> None:
     """Find a second node, among these or all, for every audit without: the least loaded that may work."""
-    if turn.over:
+    if turn.over or not turn.audits.idle:
         return
-    for case in turn.audits.cases:
-        if case.auditor or case.round != turn.round.number:
+    for case in [turn.audits.by_number[number] for number in turn.audits.idle]:
+        if case.round != turn.round.number:
             continue
         unit = case.first.unit
         nodes = turn.nodes if keys is None else {key: turn.nodes[key] for key in keys}
@@ -86,14 +89,14 @@ def give_out(turn: Turn, keys: Sequence[bytes] | None = None) -> None:
         ]
         if room and not turn.round.needs(unit):
             key = min(room)[2]
-            _put(turn, case, replace(case, auditor=key))
+            _put(turn, replace(case, auditor=key))
             turn.give(key, unit, f"an audit of {_name(turn, case.first.key)}")
 
 
 def wanted(turn: Turn, key: bytes, unit: Unit) -> bool:
     """Whether a node holds a unit for an audit."""
     return any(
-        case.auditor == key and case.first.unit == unit and not case.second for case in turn.audits.cases
+        case.auditor == key and case.first.unit == unit and not case.second for case in turn.audits.about(key)
     )
 
 
@@ -111,19 +114,17 @@ def holds(turn: Turn) -> bool:
     if turn.now < audits.until:
         return True
     turn.count("audits that ran out of time", times=len(open_cases))
-    kept = tuple(case for case in turn.audits.cases if case not in open_cases)
-    turn.set(audits=replace(turn.audits, cases=kept))
+    turn.set(audits=turn.audits.ended(open_cases))
     return False
 
 
-def _put(turn: Turn, old: Case, new: Case) -> Case:
-    cases = tuple(new if case is old else case for case in turn.audits.cases)
-    turn.set(audits=replace(turn.audits, cases=cases))
+def _put(turn: Turn, new: Case) -> Case:
+    turn.set(audits=turn.audits.put(new))
     return new
 
 
 def _remove(turn: Turn, old: Case) -> None:
-    turn.set(audits=replace(turn.audits, cases=tuple(case for case in turn.audits.cases if case is not old)))
+    turn.set(audits=turn.audits.ended([old]))
 
 
 # ---------------------------------------------------------------- the second result, the evidence
@@ -131,7 +132,7 @@ def _remove(turn: Turn, old: Case) -> None:
 
 def on_second(turn: Turn, peer: bytes, result: Result) -> bool:
     """Take in the result of an audit's second node; whether it was one."""
-    for case in turn.audits.cases:
+    for case in turn.audits.about(peer):
         if case.auditor == peer and case.first.unit == result.unit and not case.second:
             break
     else:
@@ -144,7 +145,7 @@ def on_second(turn: Turn, peer: bytes, result: Result) -> bool:
         turn.set_node(replace(node, pace=pace, stalled=None, tally=tally))
     turn.send(peer, Ack(result.unit, "ok"))  # nobody is told that it was an audit
     second = _half(turn, peer, result)
-    _ask(turn, _put(turn, case, replace(case, second=second, since=turn.now)))
+    _ask(turn, _put(turn, replace(case, second=second, since=turn.now)))
     return True
 
 
@@ -152,18 +153,18 @@ def _ask(turn: Turn, case: Case) -> None:
     for half in case.halves:
         if half.missing and there(turn.nodes.get(half.key), turn.now):
             turn.send(half.key, EvidenceAsk(half.unit, len(half.scores)))
-    _put(turn, case, replace(case, asked=turn.now))
+    _put(turn, replace(case, asked=turn.now))
 
 
 def on_evidence(turn: Turn, peer: bytes, message: Evidence) -> None:
     """Scores of a unit, in parts; whole and fitting their hash they enter every case that asked for them."""
-    for case in turn.audits.cases:
+    for case in turn.audits.about(peer):
         if not case.second:
             continue
         halves = tuple(_fed(turn.lock, half, message) if half.key == peer else half for half in case.halves)
         if halves == case.halves:
             continue
-        new = _put(turn, case, case.with_halves(halves))
+        new = _put(turn, case.with_halves(halves))
         if not any(half.missing for half in new.halves):
             _finish(turn, new)
         elif any(half.missing and half.key == peer and half.scores for half in new.halves):
@@ -214,9 +215,7 @@ def on_tick(turn: Turn) -> None:
 
 def forget(turn: Turn, key: bytes) -> None:
     """A node says Hello anew: what it measured before may have gone with its process."""
-    left = turn.audits.without(key)
-    if left != turn.audits:
-        turn.set(audits=left)
+    turn.set(audits=turn.audits.without(key))
 
 
 # ---------------------------------------------------------------- the judgement

@@ -5,6 +5,8 @@ Pure. `auditing.py` acts on them. Part of `state.State`; imports protocol only.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 import msgspec
 from msgspec.structs import replace
 
@@ -42,11 +44,22 @@ class Case(msgspec.Struct, frozen=True):
     second: Half | None = None
     since: float = 0.0  # when the second came
     asked: float = 0.0
+    number: int = -1  # among the audits; given by `Audits.begun`
 
     @property
     def halves(self) -> tuple[Half, ...]:
         second = () if self.second is None else (self.second,)
         return (self.first, *second, *self.mine, *self.theirs)
+
+    @property
+    def keys(self) -> set[bytes]:
+        """CURVE keys of all who have a part in it."""
+        return {half.key for half in self.halves} | ({self.auditor} if self.auditor else set())
+
+    @property
+    def hungry(self) -> bool:
+        """Whether a result of any other node would be a reference."""
+        return not self.second and len(self.theirs) < REFERENCES
 
     def with_halves(self, halves: tuple[Half, ...]) -> Case:
         """The case with its four parts replaced, in the order of `halves`; there is a second."""
@@ -67,20 +80,90 @@ class Case(msgspec.Struct, frozen=True):
 
 
 class Audits(msgspec.Struct, frozen=True):
-    """The audits of the open round, and those of the last that wait for evidence."""
+    """The audits of the open round, and those of the last that wait for evidence.
 
-    cases: tuple[Case, ...] = ()
+    Thousands of results pass while a hundred audits are open: whom a message concerns is found by key.
+    """
+
+    by_number: Mapping[int, Case] = {}  # the oldest first
     recent: tuple[Half, ...] = ()  # the newest results of the round, for references
     until: float | None = None  # a complete round waits until then
+    of: Mapping[bytes, tuple[int, ...]] = {}  # CURVE key -> cases it has a part in, or is to have
+    idle: tuple[int, ...] = ()  # cases without a second node
+    hungry: tuple[int, ...] = ()  # cases that lack references measured by others
+
+    @property
+    def cases(self) -> tuple[Case, ...]:
+        """All of them, the oldest first."""
+        return tuple(self.by_number.values())
+
+    def about(self, key: bytes) -> list[Case]:
+        """The cases that a node has a part in."""
+        return [self.by_number[number] for number in self.of.get(key, ())]
+
+    def wanting(self, key: bytes) -> list[Case]:
+        """Cases that a result of this node might be a reference of."""
+        numbers = sorted({*self.hungry, *self.of.get(key, ())})
+        return [case for case in map(self.by_number.__getitem__, numbers) if not case.second]
+
+    def begun(self, case: Case) -> Audits:
+        """With one more, which gets the next number."""
+        return self.put(replace(case, number=max(self.by_number, default=-1) + 1))
+
+    def put(self, case: Case) -> Audits:
+        """With a case as it is now."""
+        number = case.number
+        old = self.by_number.get(number)
+        return replace(
+            self,
+            by_number={**self.by_number, number: case},
+            of=self._parts(number, old.keys if old else set(), case.keys),
+            idle=_listed(self.idle, number, not case.auditor),
+            hungry=_listed(self.hungry, number, case.hungry),
+        )
+
+    def ended(self, cases: Iterable[Case]) -> Audits:
+        """These cases are over."""
+        left = self
+        for case in cases:
+            left = replace(
+                left,
+                by_number={k: other for k, other in left.by_number.items() if k != case.number},
+                of=left._parts(case.number, case.keys, set()),
+                idle=_listed(left.idle, case.number, False),
+                hungry=_listed(left.hungry, case.number, False),
+            )
+        return left
 
     def without(self, key: bytes) -> Audits:
         """What does not rest on anything that this node measured."""
-        kept = tuple(
-            replace(case, mine=_others(case.mine, key), theirs=_others(case.theirs, key))
-            for case in self.cases
-            if key not in (case.first.key, case.auditor)
-        )
-        return replace(self, cases=kept, recent=_others(self.recent, key))
+        left = self.ended(case for case in self.about(key) if key in (case.first.key, case.auditor))
+        for case in left.about(key):
+            left = left.put(replace(case, mine=_others(case.mine, key), theirs=_others(case.theirs, key)))
+        return replace(left, recent=_others(self.recent, key))
+
+    def closed(self) -> Audits:
+        """The round is: what lacks a second result will not get one."""
+        left = self.ended(case for case in self.cases if not case.second)
+        return replace(left, recent=(), until=None)
+
+    def _parts(self, number: int, before: set[bytes], after: set[bytes]) -> Mapping[bytes, tuple[int, ...]]:
+        if before == after:
+            return self.of
+        of = dict(self.of)
+        for key in before - after:
+            of[key] = _listed(of[key], number, False)
+            if not of[key]:
+                del of[key]
+        for key in after - before:
+            of[key] = (*of.get(key, ()), number)
+        return of
+
+
+def _listed(numbers: tuple[int, ...], number: int, there: bool) -> tuple[int, ...]:
+    if (number in numbers) == there:
+        return numbers
+    return (*numbers, number) if there else tuple(other for other in numbers if other != number)
 
 
 def _others(halves: tuple[Half, ...], key: bytes) -> tuple[Half, ...]:

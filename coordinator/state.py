@@ -125,7 +125,7 @@ def adopt(state: State, entry: Entry) -> State:
             digest=chain.digest,
             witness=LEDGER if chain.digest is not None else "",
             proof=Proof(),
-            audits=Audits(tuple(case for case in state.audits.cases if case.second)),
+            audits=state.audits.closed(),
             nodes={key: replace(node, leases=(), stalled=None) for key, node in state.nodes.items()},
         )
     if isinstance(entry.body, CommitBody):

@@ -200,6 +200,8 @@ def close(turn: Turn) -> None:
             turn.set(ending=turn.now)
         elif round.unsettled and turn.ops.quorum >= 1:
             return
+        elif not round.unsettled and (turn.signable is None or auditing.holds(turn)):
+            return  # complete: nothing of it is looked through before its time
         else:
             closing, reason = _closing(turn)
             if closing is None or turn.stopped or turn.signable is None or auditing.holds(turn):
