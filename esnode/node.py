@@ -40,9 +40,9 @@ from protocol.chain import BrokenChain, Chain
 from protocol.entries import CommitBody, EntryKind
 from protocol.lock import Lock
 from protocol.messages import RELEASED, RUN_ENDED, Failed, Kind, NodeBeat, Release, Result, Unit
+from protocol.ranges import MAX_ENGINES
 from protocol.seeds import member_seed
 from protocol.shaping import mean_and_std
-from protocol.wire import MAX_ENGINES
 
 __all__ = ["State", "new", "step"]
 

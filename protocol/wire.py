@@ -1,59 +1,36 @@
 """Messages to bytes and back. Nothing else parses what comes from the network.
 
 Pure. A frame is one msgpack array `[tag, field, ...]`. `decode` bounds it before it allocates (size, and
-lengths of texts, bytes and arrays, per row of the schema table), then checks every type, then every range.
+lengths of texts, bytes and arrays, per row of the schema table), then checks every type, then every range
+(`ranges.py`).
 Whatever the bytes are, it returns a message or raises MalformedMessage.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
-from operator import attrgetter
-from typing import Any, cast, get_args, get_origin
+from typing import cast
 
 import msgpack
 import msgspec
 
-from protocol.entries import HASH, MAX_NAME, MAX_REASON, MalformedEntry, packed, short, unpacked
-from protocol.lock import MAX_MEMBERS
-from protocol.messages import (
-    BLOB_PART,
-    SCHEMA,
-    AnyMessage,
-    Blob,
-    Commit,
-    Enrol,
-    Entries,
-    Fetch,
-    Hello,
-    Kind,
-    Message,
-    Result,
-    Return,
-    Rule,
-    Unit,
-    Welcome,
-)
-from protocol.peers import GRANT, MOST_ADDRESSES, MOST_DONORS, MOST_NEIGHBOURS, PartAsk, Snapshots
+from protocol.entries import MalformedEntry, packed, short, unpacked
+from protocol.messages import SCHEMA, AnyMessage, Commit, Enrol, Entries, Hello, Message, Return, Rule
 from protocol.peers import SCHEMA as PEER_SCHEMA
-from protocol.terms import PROOF
+from protocol.ranges import LENGTHS, MAX_CHUNKS, MAX_ENTRIES, fault, reader
 
 TABLE = (*SCHEMA, *PEER_SCHEMA)
 RULE_BY_TAG = {rule.tag: rule for rule in TABLE}
 RULE_BY_TYPE = {rule.type: rule for rule in TABLE}
+_SENDERS = {rule.tag: rule.sender.split(", ") for rule in TABLE}
+_READERS = {rule.type: reader(rule.type) for rule in TABLE}
+_PACK = msgspec.msgpack.Encoder().encode
 MAX_FRAME = max(rule.limit for rule in TABLE)  # what MAXMSGSIZE must let through
-MAX_ENTRIES = 1024  # entries in one Fetch or Entries
-MAX_UNITS = 64  # units named in one Hello or heartbeat
-MAX_CHUNKS = 4096  # chunk sums in one Result
-MAX_LANES = 32  # units a node evaluates at once
-MAX_ENGINES = 16  # fingerprints in one Hello; a Result may name one more: it is not known
 _EARLY = (Hello, Enrol)
-MAX_VALUES = 2048  # digests in one TensorDigests, rewards in one Evidence
-MAX_PIECES = 16  # in one Rederive
-_U32 = 2**32 - 1
-_U64 = 2**64 - 1
+_WORDS = {
+    rule.type: [name for name in ("reason", "verdict") if name in rule.type.__struct_fields__]
+    for rule in TABLE
+}
 
 
 class MalformedMessage(Exception):
@@ -70,12 +47,25 @@ def encode(message: Message) -> bytes:
     Reasons and verdicts are for people and often hold foreign text: they are cut to length instead.
     """
     rule = RULE_BY_TYPE[type(message)]
+    read = _READERS[rule.type]
+    if read is not None:
+        try:
+            frame = _PACK((rule.tag, *msgspec.structs.astuple(message)))
+            if len(frame) <= rule.limit and read(frame) is not None:
+                return frame
+        except (ValueError, OverflowError, TypeError):
+            pass  # cut to length, or refused in words
+    return _encoded(rule, message)
+
+
+def _encoded(rule: Rule, message: Message) -> bytes:
+    """`encode` for every message, the plain way."""
     for name in _WORDS[type(message)]:
         given = getattr(message, name)
-        words = short(given, _LENGTHS[name])
+        words = short(given, LENGTHS[name])
         if words != given:
             message = msgspec.structs.replace(message, **{name: words})
-    reason = _fault(message)
+    reason = fault(message)
     if reason:
         raise ValueError(f"{rule.type.__name__}: {reason}")
     try:
@@ -100,6 +90,19 @@ def _tagged(tag: int, fields: bytes) -> bytes:
 def decode(frame: bytes, sender: str) -> AnyMessage:
     """The message of one frame from a "node" or the "coordinator"; raises MalformedMessage, nothing else."""
     rule = _rule(frame, sender)
+    read = _READERS[rule.type]
+    if read is not None and frame[0] != 0xDC:
+        try:
+            found = read(frame)
+            if found is not None:
+                return cast(AnyMessage, found)
+        except ValueError:
+            pass  # what is wrong is said below
+    return _decoded(rule, frame)
+
+
+def _decoded(rule: Rule, frame: bytes) -> AnyMessage:
+    """`decode` for every message, the plain way: whatever a reader lets pass, this does too."""
     name = rule.type.__name__
     try:
         plain = msgpack.unpackb(
@@ -121,7 +124,7 @@ def decode(frame: bytes, sender: str) -> AnyMessage:
         message = _entries(found, unpacked)
     except (ValueError, TypeError, msgpack.exceptions.UnpackException, MalformedEntry) as error:
         raise MalformedMessage(f"{name}: {str(error) or type(error).__name__}") from error
-    reason = _fault(message)
+    reason = fault(message)
     if reason:
         raise MalformedMessage(f"{name}: {reason}")
     return cast(AnyMessage, message)
@@ -146,149 +149,11 @@ def _rule(frame: bytes, sender: str) -> Rule:
     rule = RULE_BY_TAG.get(tag)
     if rule is None:
         raise MalformedMessage("no message of this wire version: unknown tag or no array")
-    if rule.sender != "any" and sender not in rule.sender.split(", "):
+    if rule.sender != "any" and sender not in _SENDERS[tag]:
         raise MalformedMessage(f"{rule.type.__name__} does not come from a {sender}")
     if len(frame) > rule.limit:
         raise OversizedMessage(f"{rule.type.__name__} of {len(frame)} bytes, the limit is {rule.limit}")
     return rule
-
-
-# ---------------------------------------------------------------- ranges
-
-_WIDE = dict.fromkeys(
-    ("seed", "digest", "digests", "held", "derived", "size"), _U64
-)  # any other integer is a u32
-_SMALL: dict[type[Message], dict[str, tuple[int, int]]] = {
-    Fetch: {"count": (1, MAX_ENTRIES)},
-    Snapshots: {"relay": (0, 65535)},
-    PartAsk: {"size": (1, GRANT)},
-    Hello: {"lanes": (1, MAX_LANES)},
-    Result: {"engine": (0, MAX_ENGINES)},
-    Unit: {"kind": (0, max(Kind)), "member": (0, MAX_MEMBERS - 1)},
-}
-_SIZES: dict[str, tuple[int, ...]] = {
-    "run": (HASH,),
-    "tip": (8,),
-    "parent": (8,),
-    "selftest": (8,),
-    "fingerprints": (8,),
-    "evidence": (8,),
-    "root": (HASH,),
-    "key": (HASH,),
-    "proof": (0, PROOF),
-    "digest": (HASH,),  # of a blob; the digests of masters are numbers
-}
-_SIZES_OF: dict[type[Message], dict[str, tuple[int, ...]]] = {
-    Hello: {"run": (0, HASH), "tip": (0, HASH)},  # a newcomer knows neither run nor chain
-    Welcome: {"tip": (0, HASH), "proof": (PROOF,)},
-}
-_LENGTHS = {"name": MAX_NAME, "backend": 64, "device": 200, "reason": MAX_REASON, "verdict": 100, "by": 200}
-_LENGTHS |= {"addresses": 120, "way": 16}
-_COUNTS = {"units": MAX_UNITS, "entries": MAX_ENTRIES, "sums": MAX_CHUNKS, "times": 3}
-_COUNTS |= dict.fromkeys(("pieces", "held", "derived"), MAX_PIECES)
-_COUNTS |= dict.fromkeys(("digests", "scores"), MAX_VALUES)
-_COUNTS |= {"fingerprints": MAX_ENGINES, "addresses": MOST_ADDRESSES, "donors": MOST_DONORS}
-_COUNTS |= {"peers": MOST_NEIGHBOURS}
-
-
-_WORDS = {
-    rule.type: [name for name in ("reason", "verdict") if name in rule.type.__struct_fields__]
-    for rule in TABLE
-}
-Check = Callable[[Any], str]
-
-
-def _fault(message: Message) -> str:
-    """What is out of its range in a message whose types are right; empty when nothing is."""
-    for get, check in _checks(type(message)):
-        fault = check(get(message))
-        if fault:
-            return fault
-    if isinstance(message, Unit):
-        return _unit_fault(message)
-    if isinstance(message, Result) and len(message.sums) != message.unit.last - message.unit.first + 1:
-        return f"{len(message.sums)} sums for chunks {message.unit.first} to {message.unit.last}"
-    if isinstance(message, Blob):
-        return _blob_fault(message)
-    return ""
-
-
-def _blob_fault(blob: Blob) -> str:
-    end = blob.offset + len(blob.data)
-    if len(blob.data) > BLOB_PART or end > blob.total or (not blob.data and blob.offset < blob.total):
-        return f"{len(blob.data)} bytes from {blob.offset} on of {blob.total}"
-    return ""
-
-
-@cache
-def _checks(owner: type[Message]) -> tuple[tuple[Callable[[Message], Any], Check], ...]:
-    """How each field of a message type is read and checked: the tables above, looked up once per type."""
-    rows = msgspec.structs.fields(owner)
-    return tuple((attrgetter(row.name), _check(owner, row.name, row.type)) for row in rows)
-
-
-def _check(owner: type[Message], name: str, kind: Any) -> Check:
-    """The check of one field, or of a tuple's element, by its declared type."""
-    if kind is int:
-        return _whole_check(name, *_SMALL.get(owner, {}).get(name, (0, _WIDE.get(name, _U32))))
-    if kind is float:
-        return lambda value: "" if math.isfinite(value) else f"{name} = {value}, not a finite number"
-    if kind is bytes:
-        sizes = _SIZES_OF.get(owner, {}).get(name) or _SIZES.get(name)
-        return lambda value: "" if not sizes or len(value) in sizes else f"{name} of {len(value)} bytes"
-    if kind is str:
-        longest = _LENGTHS[name]
-        return lambda value: "" if len(value) <= longest else f"{name} of {len(value)} characters"
-    if isinstance(kind, type) and issubclass(kind, Message):
-        return _known_unit if kind is Unit else _fault
-    elements = get_args(kind)
-    if get_origin(kind) is not tuple:
-        raise TypeError(f"{owner.__name__}.{name}: no check for {kind}")
-    if elements[-1] is Ellipsis:
-        return _row_check(name, _COUNTS.get(name, MAX_CHUNKS), _check(owner, name, elements[0]))
-    return _each_check(tuple(_check(owner, name, element) for element in elements))
-
-
-def _whole_check(name: str, low: int, high: int) -> Check:
-    return lambda value: "" if low <= value <= high else f"{name} = {value}, outside {low} .. {high}"
-
-
-def _row_check(name: str, longest: int, check: Check) -> Check:
-    def row(values: tuple[Any, ...]) -> str:
-        if len(values) > longest:
-            return f"{name} with {len(values)} elements"
-        for value in values:
-            fault = check(value)
-            if fault:
-                return fault
-        return ""
-
-    return row
-
-
-def _each_check(checks: tuple[Check, ...]) -> Check:
-    def each(values: tuple[Any, ...]) -> str:
-        for check, value in zip(checks, values, strict=True):
-            fault = check(value)
-            if fault:
-                return fault
-        return ""
-
-    return each
-
-
-@lru_cache(maxsize=16384)
-def _known_unit(unit: Unit) -> str:
-    """`_fault` of a unit: the same one passes by several times, in Assign, Result and Ack."""
-    return _fault(unit)
-
-
-def _unit_fault(unit: Unit) -> str:
-    if unit.first > unit.last or unit.last - unit.first >= MAX_CHUNKS:
-        return f"a unit of chunks {unit.first} to {unit.last}"
-    if unit.kind == Kind.PROBE and unit.member:
-        return f"a probe of member {unit.member}"
-    return ""
 
 
 def fitting(raws: Sequence[bytes]) -> tuple[bytes, ...]:

@@ -52,6 +52,7 @@ PURE: dict[str, set[str]] = {
     "protocol/peers.py": {"msgspec"},
     "protocol/plan.py": set(),
     "protocol/plan_fields.py": set(),
+    "protocol/ranges.py": {"msgspec"},
     "protocol/seeds.py": set(),
     "protocol/shaping.py": set(),
     "protocol/template.py": set(),

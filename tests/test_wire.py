@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from protocol import peers
+from protocol import peers, wire
 from protocol.entries import EndBody, seal
 from protocol.messages import (
     BLOB_PART,
@@ -49,14 +49,18 @@ from protocol.messages import (
     Unit,
     Welcome,
 )
-from protocol.wire import (
+from protocol.ranges import (
     MAX_CHUNKS,
     MAX_ENGINES,
     MAX_ENTRIES,
-    MAX_FRAME,
     MAX_LANES,
     MAX_PIECES,
     MAX_UNITS,
+    reader,
+)
+from protocol.wire import (
+    MAX_FRAME,
+    RULE_BY_TAG,
     RULE_BY_TYPE,
     TABLE,
     MalformedMessage,
@@ -423,6 +427,57 @@ def test_a_later_hello_is_still_read() -> None:
         fields = msgpack.unpackb(encode(early))
         assert decode(pack(*fields, 7, "new"), "node") == early
     assert "length" in refused(pack(*msgpack.unpackb(encode(EXAMPLES[13])), 7), "node")
+
+
+# ---------------------------------------------------------------- the quick reader and the plain one
+
+READ_QUICKLY = [m for m in EXAMPLES if reader(type(m)) is not None and not isinstance(m, Enrol)]
+ODD = [None, True, -1, 0, 1, 127, 2**31, 2**32, 2**64 - 1, 1.5, float("nan"), float("inf"), "x", "x" * 501]
+ODD += [b"x", b"12345678", bytes(32), [], [1], [1.0, 2], {}, [1, 0, 2, 0, 1], [1, 1, 3, 0, 1]]
+
+
+def quickly(frame: bytes) -> Message | None:
+    quick = reader(RULE_BY_TAG[frame[1]].type)
+    assert quick is not None
+    try:
+        return quick(frame)
+    except ValueError:
+        return None
+
+
+def plainly(frame: bytes) -> Message | None:
+    try:
+        return wire._decoded(RULE_BY_TAG[frame[1]], frame)
+    except MalformedMessage:
+        return None
+
+
+def test_what_passes_by_the_thousand_is_read_quickly() -> None:
+    assert {Assign, Result, Ack, Applied, Cancel, EvidenceAsk, Evidence} <= {type(m) for m in READ_QUICKLY}
+
+
+@pytest.mark.parametrize("message", READ_QUICKLY, ids=lambda m: type(m).__name__)
+def test_both_readers_let_the_same_frames_pass(message: Message) -> None:
+    """Every field in turn is another value, and every byte another byte: one verdict, one message."""
+    frame = encode(message)
+    assert frame == wire._encoded(RULE_BY_TYPE[type(message)], message)
+    tag, *fields = msgpack.unpackb(frame)
+    frames = [pack(tag, *fields[:k], odd, *fields[k + 1 :]) for k in range(len(fields)) for odd in ODD]
+    if fields and isinstance(fields[0], list):
+        inner = [[*fields[0][:k], odd, *fields[0][k + 1 :]] for k in range(len(fields[0])) for odd in ODD]
+        frames += [pack(tag, unit, *fields[1:]) for unit in inner]
+    dice = random.Random(type(message).__name__)
+    for _ in range(2000):
+        place = dice.randrange(2, len(frame)) if len(frame) > 2 else 0
+        frames.append(frame[:place] + bytes((dice.randrange(256),)) + frame[place + 1 :])
+    frames += [frame[:place] for place in range(2, len(frame))] + [frame + b"\0", pack(tag, *fields, 7)]
+    passed = 0
+    for other in frames:
+        if len(other) > 1 and other[1] == tag and len(other) <= RULE_BY_TAG[tag].limit:
+            found = quickly(other)
+            assert found == plainly(other), other.hex()
+            passed += found is not None
+    assert passed or not fields
 
 
 # ---------------------------------------------------------------- any bytes whatever
