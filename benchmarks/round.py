@@ -7,8 +7,9 @@ commit of the plan's whole population is applied, and the shares of a round of t
 The same prompts, on the unperturbed weights, then go through plain transformers: `model.generate` without
 repetition penalty for tasks that generate, one padded forward pass with all logits for the others.
 
-Keys of the JSON: `round` with the seconds of one round of the whole population on this node (`perturb`,
-`engine`, `score`, `update`, `total`) and `other_share`, what is not `engine`; `tokens_per_second` with `ours`
+Keys of the JSON: `round` with the seconds of one round of the whole population on this node (`check`,
+`perturb`, `engine`, `score` as far as the engine waits for it, `update`, `total`), `scoring` in all, and
+`other_share`, what is not `engine`; `tokens_per_second` with `ours`
 and `plain` and their `ratio`; besides `task`, `model`, `members`, `prompts`, `threads`, `kernel`,
 `processor`, `torch`, `transformers`.
 """

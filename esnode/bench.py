@@ -1,8 +1,8 @@
 """Where the time of a node goes: one round's shares, and a timeline of them. Behind `esnode bench node`.
 
-Some members of round 0 are measured as a node does it, then a commit of the plan's whole population is
-applied, and the shares of a round of that population are worked out. Needs the node extra. Called by
-`cli/bench.py` and `benchmarks/round.py`.
+Some members of round 0 are measured as a node does it, scores beside the next member's answers, then a commit
+of the plan's whole population is applied, and the shares of a round of that population are worked out. Needs
+the node extra. Called by `cli/bench.py` and `benchmarks/round.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,6 +33,7 @@ from protocol.seeds import member_seed
 
 KEY = bytes(range(32))  # signs a commit that no ledger will hold
 ENGINE, SCORER = "engine", "scoring process"
+AHEAD = 2  # units a node has at once: one in the engine, one whose scores are awaited
 
 
 @dataclass(slots=True)
@@ -80,27 +83,68 @@ class Timed:
 
 
 @dataclass(frozen=True, slots=True)
+class Member:
+    """One member's unit: its outcome, and seconds that its outcome does not tell."""
+
+    outcome: Outcome
+    check: float  # reading the master for damage
+    busy: float  # the engine was not free for another unit, from the check to the last answer
+    scored: float  # the scorer worked on it after that
+
+
+@dataclass(frozen=True, slots=True)
 class Bench:
     """What was measured, and everything needed to measure more on the same engine."""
 
     lock: Lock
     engine: Engine
     prepared: Prepared
-    outcomes: tuple[Outcome, ...]
+    measured: tuple[Member, ...]
     update: float  # seconds
     timeline: Timeline
 
     @property
+    def outcomes(self) -> tuple[Outcome, ...]:
+        """Of the members, in order."""
+        return tuple(member.outcome for member in self.measured)
+
+    @property
     def shares(self) -> dict[str, float]:
-        """Seconds of one round of the lock's population on one node, from the median member."""
-        perturb, engine, score = (
-            self.lock.members * median(outcome.times[k] for outcome in self.outcomes) / 1000 for k in range(3)
+        """Seconds of one round of the lock's population on one node, worked out from the median member.
+
+        They add up to `total`: `score` is only what the engine waits for scores, `scoring` is what all of it
+        takes, mostly beside the engine. `other_share` is what is not `engine`.
+        """
+        count = self.lock.members
+        perturb, engine, scoring = (
+            count * median(outcome.times[k] for outcome in self.outcomes) / 1000 for k in range(3)
         )
-        total = perturb + engine + score + self.update
-        found = {"perturb": perturb, "engine": engine, "score": score, "update": self.update, "total": total}
+        check = count * median(member.check for member in self.measured)
+        busy, scored = (
+            median(getattr(member, name) for member in self.measured) for name in ("busy", "scored")
+        )
+        waits = max(0.0, round_seconds([(busy, scored)] * count) - check - perturb - engine)
+        total = check + perturb + engine + waits + self.update
+        found = {
+            "check": check, "perturb": perturb, "engine": engine, "score": waits, "update": self.update,
+            "total": total, "scoring": scoring,
+        }  # fmt: skip
         return {name: round(value, 4) for name, value in found.items()} | {
             "other_share": round(1 - engine / total, 4)
         }
+
+
+def round_seconds(units: Sequence[tuple[float, float]]) -> float:
+    """How long a node takes for units of (seconds in the engine, seconds of scoring after that), in order.
+
+    The engine goes on while earlier units are scored one after the other, but no further than `AHEAD`: the
+    coordinator gives a unit when a result comes.
+    """
+    engine, scored = 0.0, [0.0] * AHEAD
+    for busy, scoring in units:
+        engine = max(engine, scored[-AHEAD]) + busy
+        scored.append(max(engine, scored[-1]) + scoring)
+    return scored[-1]
 
 
 def measure(
@@ -112,25 +156,43 @@ def measure(
     scorer = locking.scorer(lock, data, code=code)
     timeline = Timeline()
     engine = load(lock, folder.path, threads=threads)
-    timed = Timed(engine, timeline, ENGINE, ("perturb", "restore", "apply", "generate", "loglik"))
+    timed = Timed(engine, timeline, ENGINE, ("damaged", "perturb", "restore", "apply", "generate", "loglik"))
     try:
-        outcomes = _units(lock, timed, prepared, scorer, timeline, members)
+        measured = _units(lock, timed, prepared, scorer, timeline, min(members, lock.members))
     finally:
         if scorer is not None:
             scorer.close()
     began = time.perf_counter()
     timed.apply([_commit(lock)])
-    return Bench(lock, engine, prepared, outcomes, time.perf_counter() - began, timeline)
+    return Bench(lock, engine, prepared, measured, time.perf_counter() - began, timeline)
 
 
 def _units(
     lock: Lock, engine: Any, prepared: Prepared, scorer: Scorer | None, timeline: Timeline, members: int
-) -> tuple[Outcome, ...]:
+) -> tuple[Member, ...]:
     judge: Any = None if scorer is None else Timed(scorer, timeline, SCORER, ("judge",))
     worker = Worker(lock, engine, prepared, judge)
     last = lock.chunk_count(Kind.MEMBER) - 1
-    units = [Unit(0, Kind.MEMBER, member, 0, last) for member in range(min(members, lock.members))]
-    return tuple(worker.evaluate(unit) for unit in units)
+    futures: list[Future[Outcome]] = []
+    began, checked, free, ended = ([0.0] * members for _ in range(4))
+
+    def note(member: int, outcome: Future[Outcome]) -> None:
+        ended[member] = time.perf_counter()
+
+    for member in range(members):
+        began[member] = time.perf_counter()
+        engine.damaged()
+        checked[member] = time.perf_counter()
+        futures.append(worker.generate(Unit(0, Kind.MEMBER, member, 0, last)))
+        free[member] = time.perf_counter()
+        futures[-1].add_done_callback(partial(note, member))
+    outcomes = [future.result() for future in futures]
+    worker.close()  # and with it the last note is taken
+    turns = [max(pair) for pair in zip(free, [0.0, *ended], strict=False)]  # when the scorer was free for it
+    return tuple(
+        Member(outcome, checked[k] - began[k], free[k] - began[k], max(0.0, ended[k] - turns[k]))
+        for k, outcome in enumerate(outcomes)
+    )
 
 
 def _commit(lock: Lock) -> Entry:
@@ -169,9 +231,14 @@ def words(bench: Bench) -> list[str]:
         f"{lock.task} on {lock.model}: a round of {lock.members} members, {lock.per_round} prompts, takes "
         f"this node {shares['total']:.1f} s",
     ]
-    for name in ("engine", "perturb", "score", "update"):
+    for name in ("engine", "check", "perturb", "score", "update"):
         part = shares[name] / shares["total"]
         lines.append(f"  {name:8} {shares[name]:8.2f} s  {part:6.1%}  {'█' * round(40 * part)}")
+    if shares["scoring"]:
+        beside = max(0.0, shares["scoring"] - shares["score"])
+        lines.append(
+            f"  scoring takes {shares['scoring']:.2f} s, {beside:.2f} s of it beside the engine's work"
+        )
     tokens = sum(outcome.tokens for outcome in bench.outcomes)
     busy = sum(outcome.times[1] for outcome in bench.outcomes) / 1000
     lines.append(f"  {tokens / busy:.0f} tokens/s while the engine works" if busy else "")

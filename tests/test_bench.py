@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
-from esnode.bench import Timeline
+from esnode.bench import Timeline, round_seconds
 from esnode.cli.main import cli
 from tests import tiny
 from tests.test_workshop import PLAN
@@ -21,13 +22,48 @@ def test_shares_and_timeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     words = ["bench", "node", "--plan", str(plan), "--members", "3", "--threads", "1", "--trace", str(trace)]
     done = CliRunner().invoke(cli, [*words, "--json"], catch_exceptions=False)
     shares = json.loads(done.output)["round"]
-    parts = [shares[name] for name in ("perturb", "engine", "score", "update")]
+    parts = [shares[name] for name in ("check", "perturb", "engine", "score", "update")]
     assert sum(parts) == pytest.approx(shares["total"], abs=1e-3)
     assert 0 < shares["other_share"] < 1
     events = json.loads(trace.read_text())["traceEvents"]
     done_in_order = [event["name"] for event in events if event["ph"] == "X"]
     assert done_in_order.count("perturb") == 3 and done_in_order[-1] == "apply"
     assert {event["ph"] for event in events} == {"M", "X"}
+
+
+SLEEPY = """
+import time
+def items(): return [{"prompt": str(n)} for n in range(8)], [{"prompt": "h"}]
+def score(item, text):
+    time.sleep(0.05)
+    return len(text) % 7 / 7
+"""
+
+
+def test_scoring_lies_beside_the_next_member_in_the_timeline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ESNODE_CONFIG", str(tmp_path / "config"))
+    (tmp_path / "sleepy.py").write_text(SLEEPY)
+    plan, trace = tmp_path / "plan.toml", tmp_path / "trace.json"
+    written = PLAN.format(model=tiny.write(tmp_path / "model"))
+    plan.write_text(re.sub(r'task = "[^"]*"', 'task = "python:sleepy.py"', written))
+    words = ["bench", "node", "--plan", str(plan), "--members", "3", "--threads", "1", "--trace", str(trace)]
+    done = CliRunner().invoke(cli, [*words, "--code", str(tmp_path)], catch_exceptions=False)
+    assert done.exit_code == 0 and "beside the engine's work" in done.output
+    spans = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
+    judged = [event for event in spans if event["name"] == "judge"]
+    perturbed = [event for event in spans if event["name"] == "perturb"]
+    assert len(judged) == len(perturbed) == 3
+    for scores, following in zip(judged, perturbed[1:], strict=False):
+        assert following["ts"] < scores["ts"] + scores["dur"], "the next member waited for scores"
+
+
+def test_what_a_round_takes_beside_its_scoring() -> None:
+    assert round_seconds([(2.0, 0.0)] * 4) == 8
+    assert round_seconds([(2.0, 1.0)] * 4) == 9  # only the last unit's scores are waited for
+    assert round_seconds([(1.0, 3.0)] * 4) == 13  # the scorer is what takes long
+    assert round_seconds([(1.0, 5.0), (1.0, 0.0), (1.0, 0.0)]) == 7  # no third unit before a result
 
 
 def test_a_timeline_keeps_what_failed() -> None:

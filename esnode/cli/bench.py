@@ -54,7 +54,8 @@ def node(
     """Show where this node's time would go: generating, perturbing, scoring, updating.
 
     Some members of the plan's first round are measured, then its update, and worked out for the whole round
-    on this node alone. What is not `engine` is overhead of the algorithm.
+    on this node alone. What is not `engine` is overhead of the algorithm; `score` counts only what the
+    engine waits for scores, and `check` is the look for weights that changed by themselves.
 
     \b
     Examples:
