@@ -251,7 +251,8 @@ class Daemon:
             if isinstance(report, Broken):
                 self._log.error("%s", report.trace)
                 raise DaemonError(
-                    "changing the weights failed; the log has the details. Start the node again"
+                    report.sentence
+                    or "changing the weights failed; the log has the details. Start the node again"
                 )
             self._step(reports.event_of(now, report))
 

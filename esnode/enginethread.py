@@ -148,6 +148,7 @@ class Broken:
     """The engine failed where it must not (applying, rewinding): its master can no longer be trusted."""
 
     trace: str
+    sentence: str = ""  # of an engine that ended by itself
 
 
 Report = Measured | Generated | Folded | Restored | Saved | Wounded | Repaired | Read | Derived | Broken
@@ -233,8 +234,8 @@ class EngineThread:
         def run() -> None:
             try:
                 self._tell(work())
-            except Exception:  # reported to the main thread, which stops the process
-                self._tell(Broken(traceback.format_exc()))
+            except Exception as error:  # reported to the main thread, which stops the process
+                self._tell(_broken(error))
 
         threading.Thread(target=run, name="proof", daemon=True).start()
 
@@ -273,6 +274,7 @@ class EngineThread:
     def _ended(self, unit: Unit, result: Callable[[], Outcome]) -> Report:
         """What to say of an evaluation that gave, or raised, this."""
         from esnode.engines.interface import Cancelled as StoppedEarly  # late: it loads numpy
+        from esnode.engines.interface import EngineEnded
 
         self.progress.pop(unit, None)
         try:
@@ -281,6 +283,8 @@ class EngineThread:
             return Wounded(unit, error.tensors)
         except (StoppedEarly, CancelledError):
             return Measured(unit, None, "")
+        except EngineEnded as error:
+            return _broken(error)
         except UserError as error:
             return Measured(unit, None, str(error)[:REASON_CHARACTERS])
         except Exception as error:  # whatever it was, this unit cannot be had here; another node may try
@@ -293,24 +297,31 @@ class EngineThread:
             digests = tuple(self._workshop.apply(entries))
         except DamagedMaster as error:
             return Wounded(None, error.tensors)
-        except Exception:  # reported to the main thread, which stops the process
-            return Broken(traceback.format_exc())
+        except Exception as error:  # reported to the main thread, which stops the process
+            return _broken(error)
         return Folded(digests, int((time.monotonic() - began) * 1000))
 
     def _restore(self, entries: tuple[Entry, ...]) -> Report:
         began = time.monotonic()
         try:
             height, digest = self._workshop.rewind(entries)
-        except Exception:  # as above
-            return Broken(traceback.format_exc())
+        except Exception as error:  # as above
+            return _broken(error)
         return Restored(height, digest, int((time.monotonic() - began) * 1000))
 
     def _repair(self, work: Callable[[], int]) -> Report:
         try:
             return Repaired(work())
-        except Exception:  # as above
-            return Broken(traceback.format_exc())
+        except Exception as error:  # as above
+            return _broken(error)
 
 
 def _throw(error: Exception) -> NoReturn:
     raise error
+
+
+def _broken(error: Exception) -> Broken:
+    """The report of what is being handled."""
+    from esnode.engines.interface import EngineEnded  # late, as above
+
+    return Broken(traceback.format_exc(), str(error) if isinstance(error, EngineEnded) else "")

@@ -29,12 +29,14 @@ class FolderMissing(UserError):
 @dataclass(frozen=True, slots=True)
 class Wish:
     """What an engine is told about its master. `attach`: the path of one that another process leads, to be
-    read only; `sharing`: how many engines this one's GPU is shared by.
+    read only; `sharing`: how many engines this one's GPU is shared by; `tp`: ranks of the vLLM engine, 0 for
+    as many as it takes.
     """
 
     master: str = "auto"
     attach: str | None = None
     sharing: int = 1
+    tp: int = 0
 
 
 DEFAULT = Wish()
@@ -85,6 +87,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
     parser.add_argument("--peer-port", type=int, help="port that serves snapshots to other nodes; 0: any")
     parser.add_argument("--peer-mbit", type=float, default=0.0, help="limit of serving; 0: the policy's")
     parser.add_argument("--catch-up", choices=("auto", "replay", "snapshot"), default="auto")
+    parser.add_argument("--tp", type=int, default=0, help="ranks of the vLLM engine; 0: as few as fit")
     parser.add_argument("--master", choices=MASTERS, default=MASTERS[0], help="where the master lies")
     found = parser.parse_args(arguments)
     if not found.name or "/" in found.name or found.name.startswith("."):
@@ -104,7 +107,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
         peer_port=found.peer_port,
         peer_mbit=found.peer_mbit,
         catch_up=found.catch_up,
-        wish=Wish(found.master),
+        wish=Wish(found.master, tp=found.tp),
     )
 
 

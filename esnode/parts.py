@@ -1,4 +1,4 @@
-"""One master in memory: of a stored tensor, or of the slice of it that a process holds.
+"""One master in memory: of a stored tensor, or of the slice of it that a process holds; how it is made.
 
 May import torch. Called by `state.py`, `replica.py` and `rederive.py`.
 """
@@ -14,7 +14,14 @@ from numpy.typing import NDArray
 from esnode.kernels.interface import Region
 from esnode.shards import Shard
 from protocol import noise, seeds
+from protocol.errors import UserError
 from protocol.lock import TensorSpec
+
+FP16_LIMIT = 32768.0  # a perturbed weight must stay below fp16's 65504
+
+
+class StateError(UserError):
+    """Weights that cannot be trained as asked, or a ledger that does not lead to the state it claims."""
 
 
 @dataclass(slots=True)
@@ -46,3 +53,14 @@ def master_of(values: NDArray[np.float32], dtype: str) -> torch.Tensor:
     if dtype == "float32":
         return torch.from_numpy(values)
     return torch.from_numpy(noise.round_bf16(values).view(np.int16)).view(torch.bfloat16)
+
+
+def require_small(spec: TensorSpec, values: NDArray[np.float32]) -> None:
+    """StateError when a value is too large for float16 live weights."""
+    largest = float(np.abs(values).max(initial=0.0))
+    if largest > FP16_LIMIT:
+        raise StateError(
+            f'{spec.name} holds {largest:.0f}, too large for live_dtype = "float16" (limit '
+            f"{FP16_LIMIT:.0f}). Use "
+            '"bfloat16".'
+        )

@@ -44,7 +44,7 @@ class Rederiver:
 
     def held(self, numbers: Sequence[int]) -> tuple[int, ...]:
         """Digests of these pieces as the master holds them now."""
-        return tuple(self._engine.piece_digest(self._pieces[k]) for k in numbers)
+        return tuple(self._engine.piece_digests([self._pieces[k] for k in numbers]))
 
     def all_held(self) -> tuple[int, ...]:
         """Digests of all pieces; their sum is D, read afresh."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from esnode.kernels.interface import Kernels, Slice
 from esnode.parts import Part
 from esnode.shards import Shards
 from esnode.slicemap import Views
-from esnode.state import DTYPES, Pieces, State
+from esnode.state import DTYPES, Pieces, Put, State
 from protocol.bodies import Entry
 from protocol.lock import Lock, TensorSpec
 from protocol.pieces import Piece
@@ -132,11 +133,11 @@ class Replica:
             if not self._direct(part.spec.name):
                 self._restore_part(part)
 
-    def apply(self, entries: Sequence[Entry]) -> list[int]:
+    def apply(self, entries: Sequence[Entry], lock: Lock | None = None) -> list[int]:
         """Fold ledger entries into the master in one pass; D after each. Live weights become the rounded
-        master.
+        master. `lock` as of `State.apply`.
         """
-        return self.state.apply(entries, self._restore_part)
+        return self.state.apply(entries, self._restore_part, lock)
 
     def refresh(self) -> int:
         """Live weights of what the leader of a shared master wrote; D. Errors as of `State.refresh`."""
@@ -154,13 +155,17 @@ class Replica:
         """Masters and live weights of a snapshot, as of `State.refill`; D."""
         return self.state.refill(pieces, self._restore_part)
 
+    def refilling(self) -> AbstractContextManager[Put]:
+        """`State.refilling`, live weights included."""
+        return self.state.refilling(self._restore_part)
+
     def damaged(self) -> tuple[str, ...]:
         """Tensors whose master has changed by itself, as of `State.damaged`."""
         return self.state.damaged()
 
-    def piece_digest(self, piece: Piece) -> int:
-        """Digest of a run of elements of the master, read from memory."""
-        return self.state.piece_digest(piece)
+    def piece_digests(self, pieces: Sequence[Piece]) -> list[int]:
+        """Digests of runs of elements of the master, read from memory."""
+        return [self.state.piece_digest(piece) for piece in pieces]
 
     def overwrite(self, piece: Piece, values: torch.Tensor) -> None:
         """Write a run of the master; its tensor's live weights become the rounded master."""
@@ -173,6 +178,21 @@ class Replica:
     def digest(self) -> int:
         """D of the master."""
         return self.state.digest()
+
+    @property
+    def backend(self) -> str:
+        """Name of the kernels."""
+        return self._kernels.name
+
+    @property
+    def leads(self) -> bool:
+        """Whether the masters are this process's to write."""
+        return self.state.leads
+
+    @property
+    def host_path(self) -> str | None:
+        """What other processes attach to, for masters in shared memory."""
+        return self.state.host_path
 
     @property
     def device(self) -> str:

@@ -64,17 +64,13 @@ def probe(
     SliceError as of `build`.
     """
     probes = Probes(specs)
-    for parameter in model.parameters():
-        parameter.data.zero_()
-    load(
-        (spec.name, torch.from_numpy(probes.values(spec)).view(spec.shape).to(dtype)) for spec in probes.specs
-    )
+    probes.fill(model, load, dtype)
     return _map(model, folder, specs, probes, padded=True)
 
 
 def _map(model: nn.Module, folder: Path, specs: Sequence[TensorSpec], probes: Probes, padded: bool) -> Views:
     """Every stored tensor's place in a model that holds the probe."""
-    targets = _targets(model)
+    targets = places(model)
     views = {}
     for spec in probes.specs:
         target = targets.get(spec.name)
@@ -116,6 +112,19 @@ class Probes:
                 ordinal, digit = divmod(ordinal, 255)
                 flat[place] = digit - 127
         return flat
+
+    def fill(
+        self,
+        model: nn.Module,
+        load: Callable[[Iterator[tuple[str, torch.Tensor]]], object],
+        dtype: torch.dtype,
+    ) -> None:
+        """Send the probe through a library's loader into a model of zeros: what stays zero is padding."""
+        for parameter in model.parameters():
+            parameter.data.zero_()
+        load(
+            (spec.name, torch.from_numpy(self.values(spec)).view(spec.shape).to(dtype)) for spec in self.specs
+        )
 
     def hold(self, spec: TensorSpec, view: torch.Tensor) -> bool:
         """Whether a view has exactly the probe's values, element by element."""
@@ -163,7 +172,7 @@ def _integers(folder: Path, specs: Sequence[TensorSpec]) -> Views:
     }
 
 
-def _targets(model: nn.Module) -> Views:
+def places(model: nn.Module) -> Views:
     """Parameters and persistent buffers of floating-point type, a tied one once, under its first name."""
     kept = model.state_dict(keep_vars=True)
     found, seen = {}, set()
@@ -198,13 +207,13 @@ def _keys(rest: Sequence[TensorSpec], probes: Probes) -> dict[tuple[bool, int], 
     for spec in rest:
         if spec.shape and all(spec.shape):
             width = spec.shape[-1]
-            key = int(_pack(probes.values(spec)[None, :width])[0])
+            key = int(pack(probes.values(spec)[None, :width])[0])
             group = wanted.setdefault((len(spec.shape) == 1, width), {})
             group.setdefault(key, []).append(spec)
     return wanted
 
 
-def _pack(rows: NDArray[np.int8]) -> NDArray[np.uint64]:
+def pack(rows: NDArray[np.int8]) -> NDArray[np.uint64]:
     """The first KEY elements of each row as one integer."""
     packed = np.zeros((rows.shape[0], KEY), np.int8)
     packed[:, : min(KEY, rows.shape[1])] = rows[:, :KEY]
@@ -244,7 +253,7 @@ def _hits(
 ) -> Iterator[tuple[TensorSpec, int]]:
     if not group:
         return
-    keys = _pack(rows)
+    keys = pack(rows)
     for row in np.flatnonzero(np.isin(keys, np.fromiter(group, np.uint64, len(group)))):
         for spec in group[int(keys[row])]:
             yield spec, int(row)
@@ -279,7 +288,7 @@ def _complete(
         covered[storage] = covered.get(storage, 0) + view.numel()
     for name, parameter in parameters.items():
         filled = covered.get(parameter.untyped_storage().data_ptr(), 0)
-        if padded:  # a probe is nowhere zero by chance for long: what it did not fill is padding
+        if padded and filled:  # a probe is nowhere zero by chance for long: what it did not fill is padding
             filled += max(0, int((parameter == 0).sum()) - _zeros(views, parameter))
         if filled != parameter.numel():
             raise SliceError(

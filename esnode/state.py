@@ -20,11 +20,10 @@ from numpy.typing import NDArray
 from esnode import manifest
 from esnode.hostmaster import HostMaster
 from esnode.kernels.interface import Kernels, Region
-from esnode.parts import Part, master_of
+from esnode.parts import Part, StateError, master_of, require_small
 from esnode.replay import DamagedMaster, fold
 from esnode.shards import Shards, cut, runs, slices, window
 from protocol.bodies import Entry, step_of
-from protocol.errors import UserError
 from protocol.lock import Lock, TensorSpec
 from protocol.pieces import Piece
 
@@ -32,16 +31,12 @@ if TYPE_CHECKING:
     from protocol.ledger import Chain
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-FP16_LIMIT = 32768.0  # a perturbed weight must stay below fp16's 65504
 U64 = 1 << 64
 
 Frozen = Callable[[TensorSpec, NDArray[Any]], None]
 Visit = Callable[[Part], None]
+Put = Callable[[int, int, Any], None]  # one of `Pieces`
 Pieces = Iterable[tuple[int, int, memoryview]]  # (array in name order, first byte, bytes)
-
-
-class StateError(UserError):
-    """Weights that cannot be trained as asked, or a ledger that does not lead to the state it claims."""
 
 
 class TornState(RuntimeError):
@@ -110,7 +105,7 @@ class State:
         parts = []
         for spec, whole in manifest.tensors(folder, specs):
             if lock.live_dtype == "float16" and whole.dtype == np.float32:
-                _require_small(spec, whole)
+                require_small(spec, whole)
             for shard, local, values in cut(spec, whole, shards):
                 if not spec.trained:
                     frozen(local, values)
@@ -328,15 +323,25 @@ class State:
 
         What raises half-way leaves a torn state, to be refilled or `reset`.
         """
+        with self.refilling(visit) as put:
+            for piece in pieces:
+                put(*piece)
+        return self._digest
+
+    @contextmanager
+    def refilling(self, visit: Visit = nothing) -> Iterator[Put]:
+        """`refill` by one who takes the pieces as they come and puts them in one by one."""
         dtype = DTYPES[self.lock.master]
+
+        def put(array: int, first: int, data: Any) -> None:
+            values = torch.from_numpy(np.frombuffer(data, np.uint8).copy()).view(dtype)
+            self._write(self._trained[array], first // dtype.itemsize, values)
+
         with self._writing():
-            for array, first, data in pieces:
-                values = torch.from_numpy(np.frombuffer(data, np.uint8).copy()).view(dtype)
-                self._write(self._trained[array], first // dtype.itemsize, values)
+            yield put
             for part in self.parts:
                 part.digest = self._read(part)
                 visit(part)
-        return self._digest
 
     def replay(self, chain: Chain, upto: int, visit: Visit = nothing) -> int:
         """Fold the first `upto` rounds of an ancestor's chain; D after them.
@@ -344,22 +349,8 @@ class State:
         The state must be the one that chain starts from. StateError when it is not, or when the ancestor
         trained other tensors or in another master dtype; replay.WrongWeights when a stated digest is not met.
         """
-        theirs, ours = chain.lock, self.lock
-        if theirs.master != ours.master:
-            raise StateError(
-                f"a fork keeps its parent's master dtype: {theirs.master} there, {ours.master} here."
-            )
-        trained = {spec.name for spec in theirs.manifest if spec.trained} ^ set(self._trained)
-        if trained:
-            raise StateError(
-                f"a fork trains the tensors its parent trained; {sorted(trained)[0]} is in one only."
-            )
-        if self.digest() != theirs.digest:
-            raise StateError(
-                f"the state to replay on has digest {self.digest():016x}, the parent's ledger starts from "
-                f"{theirs.digest:016x}. Give all ancestors, the oldest first."
-            )
-        fold(lambda batch: self.apply(batch, visit, theirs), chain, 0, upto)
+        require_parent(chain.lock, self.lock, self.digest())
+        fold(lambda batch: self.apply(batch, visit, chain.lock), chain, 0, upto)
         return self.digest()
 
     def read(self, name: str) -> NDArray[np.float32]:
@@ -382,11 +373,19 @@ class State:
             raise TornState("the leader of the shared master has begun to write: refresh first")
 
 
-def _require_small(spec: TensorSpec, values: NDArray[np.float32]) -> None:
-    largest = float(np.abs(values).max(initial=0.0))
-    if largest > FP16_LIMIT:
+def require_parent(theirs: Lock, ours: Lock, digest: int) -> None:
+    """StateError unless a state of ours with this digest can be folded on with the ledger of that lock."""
+    if theirs.master != ours.master:
         raise StateError(
-            f'{spec.name} holds {largest:.0f}, too large for live_dtype = "float16" (limit '
-            f"{FP16_LIMIT:.0f}). Use "
-            '"bfloat16".'
+            f"a fork keeps its parent's master dtype: {theirs.master} there, {ours.master} here."
+        )
+    there, here = ({spec.name for spec in lock.manifest if spec.trained} for lock in (theirs, ours))
+    if there != here:
+        raise StateError(
+            f"a fork trains the tensors its parent trained; {sorted(there ^ here)[0]} is in one only."
+        )
+    if digest != theirs.digest:
+        raise StateError(
+            f"the state to replay on has digest {digest:016x}, the parent's ledger starts from "
+            f"{theirs.digest:016x}. Give all ancestors, the oldest first."
         )

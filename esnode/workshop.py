@@ -139,6 +139,7 @@ class Workshop:
         self._worker.close()
         if self._scorer is not None:
             self._scorer.close()
+        self._engine.close()
 
 
 def load(options: Options, lock: Lock) -> Workshop:

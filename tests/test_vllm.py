@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -15,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from esnode.engines import vllm_engine
-from esnode.engines.vllm_engine import VllmUnavailable
+from esnode.engines import vllm_start
+from esnode.engines.vllm_start import VllmUnavailable
 
 installed = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 QUICK = ["llama"]
@@ -53,11 +54,51 @@ def test_a_batch_that_does_not_fit_and_weights_that_are_no_numbers(tmp_path: Pat
     assert found["broken"] == [[[3], []]] * 3 and found["restored"]
 
 
+@installed
+@pytest.mark.parametrize(
+    ("kind", "rounds"),
+    [
+        ("llama", 3),
+        pytest.param("llama-one", 3, marks=pytest.mark.slow),
+        pytest.param("qwen2", 50, marks=pytest.mark.slow),
+    ],
+)
+def test_two_ranks_hold_and_answer_what_one_does(kind: str, rounds: int, tmp_path: Path) -> None:
+    """Keys shared out or replicated, fused and row-cut layers, biases, a padded vocabulary, tied or not."""
+    two, one = (check(kind, f"tp{ranks}:{rounds}", tmp_path) for ranks in (2, 1))
+    assert "ended by itself" in two.pop("ended")
+    for found in (two, one):
+        assert found["restored"] and found["reset"] and found["refilled"] and found["mended"]
+        assert found["digests"][-rounds:-1] == found["stated"]  # by the slow reference
+    sums = [[value for _, values in found.pop("answers") for value in values] for found in (two, one)]
+    sums_moved = [found.pop("moved") for found in (two, one)]
+    assert sums_moved[0][0] == sums_moved[1][0]
+    assert sums[0] == pytest.approx(sums[1], abs=1e-3)  # two halves are added in another order
+    assert two == one
+
+
+@installed
+@pytest.mark.parametrize(
+    ("kind", "ranks", "words"),
+    [
+        ("eight", 3, "--tp 3"),
+        ("eight", 64, "--tp 64 needs 64 cores"),
+        ("mixtral", 1, r"mixture of experts \(model.layers.0.*experts.*Use --engine transformers"),
+        ("mixtral", 2, "mixture of experts"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_before_vllm_is_started(
+    kind: str, ranks: int, words: str, tmp_path: Path
+) -> None:
+    said = check(kind, f"refused{ranks}", tmp_path)
+    assert said.startswith("False ") and re.search(words, said)
+
+
 @pytest.mark.parametrize("version", ["0.11.2", "0.33.0", "1.0"])
 def test_an_untried_release_is_refused_in_a_sentence(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "version", lambda package: version)
     with pytest.raises(VllmUnavailable, match=f"vLLM {version} has not been tried"):
-        vllm_engine._require_supported()
+        vllm_start.require_supported()
 
 
 def test_without_vllm_the_way_to_get_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,4 +107,4 @@ def test_without_vllm_the_way_to_get_it_is_named(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(metadata, "version", missing)
     with pytest.raises(VllmUnavailable, match=r"pip install 'esnode\[vllm\]'"):
-        vllm_engine._require_supported()
+        vllm_start.require_supported()

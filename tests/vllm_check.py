@@ -7,8 +7,11 @@ weights written in place answered; whether D is equal after rounds.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -22,9 +25,12 @@ from transformers import AutoConfig
 
 from esnode import manifest
 from esnode.engines import transformers_engine, vllm_engine
-from esnode.engines.interface import Sampling
+from esnode.engines.interface import EngineEnded, Sampling
 from esnode.engines.shortage import patiently
 from esnode.engines.vllm_engine import VllmEngine
+from esnode.nodeoptions import Wish
+from protocol.errors import UserError
+from protocol.pieces import pieces_of
 from tests import tiny
 
 # Heads of 32 elements are the smallest that vLLM's attention takes on a CPU.
@@ -38,6 +44,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "gemma2": WIDE | {"sliding_window": 64},
     "phi3": WIDE,
     "olmo2": WIDE,
+    "llama-one": WIDE | {"kind": "llama", "num_key_value_heads": 1, "tie_word_embeddings": False},
+    "eight": WIDE | {"kind": "llama", "num_attention_heads": 8, "num_key_value_heads": 8},
+    "mixtral": WIDE | {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 SEED, SIGMA = 77, 2.0**-6
 PROMPTS = [[5 + k, 6, 7, 8, 9 + 3 * k, 11, 13][: 3 + k % 4] for k in range(6)]
@@ -119,16 +128,90 @@ def _write(engine: VllmEngine, folder: Path, to: Path) -> None:
     save_file({name: engine.live(name).clone() for name in names}, to / "model.safetensors", {"format": "pt"})
 
 
+def ranked(folder: Path, ranks: int, rounds: int) -> dict[str, Any]:
+    """Everything a replica is asked for, of so many ranks in float32: equal whatever their number."""
+    lock = tiny.lock(folder, live_dtype="float32")
+    engine = vllm_engine.load(lock, folder, threads=1, wish=Wish(tp=ranks))
+    found: dict[str, Any] = {"answers": [answers(engine)]}
+    engine.perturb(SEED, SIGMA, -1)
+    found["answers"].append(answers(engine))
+    engine.restore()
+    found["restored"] = answers(engine) == found["answers"][0]
+    chain, _ = tiny.chain(lock, folder, rounds)
+    found["digests"] = engine.apply(chain.entries)
+    found["stated"] = [chain.digest_at(state) for state in range(1, rounds)]
+    found["moved"] = answers(engine)
+    pieces = pieces_of(lock)
+    held = engine.piece_digests(pieces)
+    found["pieces"] = [f"{digest:016x}" for digest in held]
+    names = sorted(spec.name for spec in lock.manifest)
+    shapes = {spec.name: spec.shape for spec in lock.manifest}
+    parts = [
+        (array, first, min(first + 5000, 4 * math.prod(shapes[name])))
+        for array, name in enumerate(names)
+        for first in range(0, 4 * math.prod(shapes[name]), 5000)
+    ]
+    snapshot = [(array, low, memoryview(bytes(engine.chunk(array, low, high)))) for array, low, high in parts]
+    found["snapshot"] = hashlib.blake2b(b"".join(bytes(data) for _, _, data in snapshot)).hexdigest()
+    read = engine.read(names[1])
+    found["read"] = hashlib.blake2b(read.tobytes()).hexdigest()
+    found["reset"] = engine.reset() == lock.digest
+    found["refilled"] = engine.refill(snapshot) == found["digests"][-1] and answers(engine) == found["moved"]
+    wanted = next(k for k, piece in enumerate(pieces) if piece.tensor == names[1])
+    values = torch.from_numpy(read.reshape(-1))[: pieces[wanted].count].clone()
+    engine.overwrite(pieces[wanted], values + 1)
+    spoilt = engine.digest()
+    engine.overwrite(pieces[wanted], values)
+    found["mended"] = spoilt != found["digests"][-1] == engine.digest() and not engine.damaged()
+    if ranks > 1:
+        found["ended"] = _ended(engine)
+    return found
+
+
+def _ended(engine: VllmEngine) -> str:
+    """What the engine says once one of its processes was killed in the middle of a unit."""
+    asked = 0
+
+    def stop() -> bool:
+        nonlocal asked
+        asked += 1
+        if asked == 3:
+            core = engine._engine.engine_core.engine_core  # type: ignore[attr-defined]
+            os.kill(core.model_executor.workers[1].proc.pid, signal.SIGKILL)
+        return False
+
+    try:
+        engine.generate(PROMPTS, Sampling(200, ()), [0] * len(PROMPTS), stop)
+    except EngineEnded as error:
+        return str(error)
+    return ""
+
+
+def refused(folder: Path, ranks: int) -> str:
+    """The sentence an engine is refused with, and that nothing was started for it."""
+    try:
+        vllm_engine.load(tiny.lock(folder), folder, wish=Wish(tp=ranks))
+    except UserError as error:
+        return f"{'vllm' in sys.modules} {error}"
+    return ""
+
+
 def main(kind: str, what: str, place: str) -> None:
-    """`what`: compare | perturb | fresh | bad; `place`: a folder shared by them."""
+    """`what`: compare | perturb | fresh | bad | tpN:ROUNDS | refusedN; `place`: a folder shared by them."""
     torch.set_num_threads(1)
     folder, perturbed = Path(place) / kind, Path(place) / f"{kind}-perturbed"
     if not folder.exists():
-        tiny.write_model(folder, AutoConfig.for_model(kind, **KINDS[kind]))
+        fields = dict(KINDS[kind])
+        tiny.write_model(folder, AutoConfig.for_model(fields.pop("kind", kind), **fields))
     if what == "compare":
         found: Any = beside_transformers(folder)
     elif what == "perturb":
         found = in_place(folder, perturbed)
+    elif what.startswith("tp"):  # tp2:50, ranks and rounds
+        ranks, rounds = what[2:].split(":")
+        found = ranked(folder, int(ranks), int(rounds))
+    elif what.startswith("refused"):
+        found = refused(folder, int(what[7:]))
     elif what == "bad":
         found = bad_input(folder)
     else:

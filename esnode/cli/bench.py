@@ -30,6 +30,12 @@ def bench() -> None:
     "--engine", type=click.Choice(["transformers", "vllm"]), default="transformers", show_default=True
 )
 @click.option(
+    "--tp",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="GPUs (or cores) that share one model, with vllm [default: as few as it fits].",
+)
+@click.option(
     "--master",
     type=click.Choice(["auto", "device", "host"]),
     help="Where the master lies [default: on the GPU if it fits, else in host memory].",
@@ -46,6 +52,7 @@ def node(
     members: int,
     threads: int | None,
     engine: str,
+    tp: int | None,
     master: str | None,
     code: Path | None,
     trace: Path | None,
@@ -70,7 +77,9 @@ def node(
     from esnode.workshop import engine_loader
 
     chosen = measuring.read_plan(plan, task, model)
-    load = partial(engine_loader(engine), wish=Wish(master or "auto"), report=_ignore if as_json else _say)
+    load = partial(
+        engine_loader(engine), wish=Wish(master or "auto", tp=tp or 0), report=_ignore if as_json else _say
+    )
     found = measuring.measure(chosen, load, members, threads=threads, code=code)
     if trace is not None:
         measuring.write_trace(found, trace)

@@ -21,6 +21,12 @@ import click
     "--engine", type=click.Choice(["transformers", "vllm"]), help="What decodes [default: transformers]."
 )
 @click.option(
+    "--tp",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="GPUs (or cores) that share one model, with vllm [default: as few as it fits].",
+)
+@click.option(
     "--master",
     type=click.Choice(["auto", "device", "host"]),
     help="Where the master lies [default: on the GPU if it fits, else in host memory].",

@@ -13,10 +13,15 @@ from typing import Protocol
 import numpy as np
 
 from protocol.bodies import Entry
+from protocol.errors import UserError
 
 
 class Cancelled(Exception):
     """Raised by an engine when `stop()` turned true between two decode steps."""
+
+
+class EngineEnded(UserError):
+    """A process of the engine is gone: nothing more can be had of it, by no other unit either."""
 
 
 @dataclass(frozen=True, slots=True)

