@@ -66,7 +66,7 @@ bench: setup
 	$(BIN)/python benchmarks/noise.py $(ARGS)
 	$(BIN)/python benchmarks/round.py $(ARGS)
 
-# Needs no setup: whatever Python has torch, triton, numba, numpy, click and pytest will do.
+# Needs no setup: whatever Python has torch, triton, numba, numpy, safetensors, transformers, click and pytest will do.
 gpu-check:
 	$(GPU_PYTHON) -m pytest -m gpu -rs tests/test_gpu.py
 	$(GPU_PYTHON) benchmarks/gpu.py --json gpu.json $(ARGS)

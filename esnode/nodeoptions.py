@@ -12,34 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from esnode import joined
+from esnode.engines.wish import DEFAULT, MASTERS, Wish
 from protocol import keys, zmtp
 from protocol.errors import UserError
 from protocol.lock import Lock, LockError, lock_from_bytes
 
 FIRST_CONTACT_SECONDS = 60.0  # how long a coordinator may take to appear
 ENGINES = ("transformers", "vllm")
-MASTERS = ("auto", "device", "host")
 DEFAULT_LOADER = "esnode.workshop:load"
 
 
 class FolderMissing(UserError):
     """The run's folder lacks what a node needs from it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """What an engine is told about its master. `attach`: the path of one that another process leads, to be
-    read only; `sharing`: how many engines this one's GPU is shared by; `tp`: ranks of the vLLM engine, 0 for
-    as many as it takes.
-    """
-
-    master: str = "auto"
-    attach: str | None = None
-    sharing: int = 1
-    tp: int = 0
-
-
-DEFAULT = Wish()
 
 
 @dataclass(frozen=True)

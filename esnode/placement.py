@@ -13,10 +13,10 @@ from dataclasses import replace
 
 from esnode import hostmaster, kernels, memory
 from esnode.engines.interface import MemoryPlan
+from esnode.engines.wish import Wish
 from esnode.hostmaster import HostMaster, Layout
 from esnode.kernels.interface import Kernels
 from esnode.kernels.streamed import BUFFERS, CHUNK, StreamedKernels
-from esnode.nodeoptions import Wish
 from protocol.lock import Lock
 
 log = logging.getLogger(__name__)

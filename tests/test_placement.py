@@ -10,9 +10,9 @@ import pytest
 from esnode import memory, placement
 from esnode.engines import transformers_engine
 from esnode.engines.interface import MemoryPlan
+from esnode.engines.wish import Wish
 from esnode.hostmaster import SPARE, NotLeader
 from esnode.manifest import WrongBase
-from esnode.nodeoptions import Wish
 from esnode.state import State
 from tests import tiny
 

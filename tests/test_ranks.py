@@ -10,8 +10,8 @@ import pytest
 from esnode import ranks
 from esnode.engines import transformers_engine
 from esnode.engines.interface import EngineEnded, MemoryPlan
+from esnode.engines.wish import Wish
 from esnode.enginethread import Broken, EngineThread
-from esnode.nodeoptions import Wish
 from esnode.ranks import RanksError
 from tests import tiny
 

@@ -28,7 +28,7 @@ from esnode.engines import transformers_engine, vllm_engine
 from esnode.engines.interface import EngineEnded, Sampling
 from esnode.engines.shortage import patiently
 from esnode.engines.vllm_engine import VllmEngine
-from esnode.nodeoptions import Wish
+from esnode.engines.wish import Wish
 from protocol.errors import UserError
 from protocol.pieces import pieces_of
 from tests import tiny

@@ -71,7 +71,8 @@ def node(
     """
     from esnode import bench as measuring
     from esnode.daemon import limit_threads
-    from esnode.nodeoptions import Wish, cores
+    from esnode.engines.wish import Wish
+    from esnode.nodeoptions import cores
 
     limit_threads(threads or cores())
     from esnode.workshop import engine_loader

@@ -19,9 +19,9 @@ from esnode.engines.decode import Decoder, limits
 from esnode.engines.interface import MemoryPlan, Sampling, StopCheck, never
 from esnode.engines.replica_engine import ReplicaEngine, require_base
 from esnode.engines.shortage import loading
+from esnode.engines.wish import DEFAULT, Wish
 from esnode.kernels.interface import Kernels
 from esnode.manifest import check
-from esnode.nodeoptions import DEFAULT, Wish
 from esnode.ranks import RanksError
 from esnode.replica import Replica, memory_plan
 from esnode.state import DTYPES

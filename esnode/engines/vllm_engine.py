@@ -29,9 +29,10 @@ from esnode.engines.replica_engine import ReplicaEngine, require_base
 from esnode.engines.shortage import loading
 from esnode.engines.vllm_ranks import RankedReplica, Ranks
 from esnode.engines.vllm_start import CACHE_BYTES, MOST_BATCHED_TOKENS, MOST_SEQUENCES
+from esnode.engines.wish import DEFAULT, Wish
 from esnode.kernels.interface import Kernels
 from esnode.manifest import check
-from esnode.nodeoptions import DEFAULT, Wish, cores
+from esnode.nodeoptions import cores
 from esnode.replica import Replica, memory_plan
 from esnode.state import DTYPES
 from protocol.lock import Lock

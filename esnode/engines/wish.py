@@ -1,0 +1,25 @@
+"""What an engine is told about the place of its master. Imports nothing, so that the command line may.
+
+Called by `nodeoptions.py`, `placement.py` and the engines' loaders.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MASTERS = ("auto", "device", "host")
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """`attach`: the path of a master that another process leads, to be read only; `sharing`: how many engines
+    this one's GPU is shared by; `tp`: ranks of the vLLM engine, 0 for as many as it takes.
+    """
+
+    master: str = "auto"
+    attach: str | None = None
+    sharing: int = 1
+    tp: int = 0
+
+
+DEFAULT = Wish()
