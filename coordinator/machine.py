@@ -282,7 +282,8 @@ def _on_hello(turn: Turn, peer: bytes, hello: Hello) -> None:
             WIRE_VERSION, lock.run_id, lock.to_bytes(), state.term, chain.height, chain.tip, state.term_proof
         ),
     )
-    turn.note("membership", node=name, what="returned" if old else "joined", reason=place.reason)
+    reason = (old and membership.changed(old.hello, hello)) or place.reason
+    turn.note("membership", node=name, what="returned" if old else "joined", reason=reason)
     if place.astray is not None:
         return succession.stray(turn, peer, hello.height)
     if known:

@@ -114,6 +114,13 @@ def admit(hello: Hello, lock: Lock, allowed: bool, selftest: bytes) -> Verdict:
     return Verdict(True, "welcome")
 
 
+def changed(before: Hello, now: Hello) -> str:
+    """What a node says of itself anew, in words; "" for nothing that matters to its results."""
+    if set(now.fingerprints) <= set(before.fingerprints):
+        return ""
+    return "an engine of its answers otherwise than before: another batch, device or version"
+
+
 def base_fits(hello: Hello, chain: Chain) -> Verdict:
     """Whether a node at the start of the run has its base model. Its ledger is a beginning of `chain`."""
     known = chain.digest_at(commits_below(chain, hello.height))

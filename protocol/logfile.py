@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+PACKAGES = ("esnode", "coordinator", "protocol")
+
 
 def printable(text: str) -> str:
     """The text without what could drive a terminal; line breaks stay."""
@@ -56,13 +58,16 @@ def start(path: Path, name: str) -> logging.Logger:
         False  # a log line lost to a full disk is no news: what matters stops the process
     )
     path.parent.mkdir(parents=True, exist_ok=True)
+    handlers: list[logging.Handler] = []
     to_file = logging.FileHandler(path, encoding="utf-8")
     to_file.setFormatter(_Printable("%(asctime)s %(levelname)-7s %(message)s"))
-    logger.addHandler(to_file)
+    handlers.append(to_file)
     if not _same_file(path):
         to_terminal = logging.StreamHandler(sys.stderr)
         to_terminal.setFormatter(_Printable(f"{name}: %(message)s"))
-        logger.addHandler(to_terminal)
+        handlers.append(to_terminal)
+    for place in {logger, *map(logging.getLogger, PACKAGES)}:  # what modules warn of belongs there too
+        place.handlers[:] = handlers
     return logger
 
 

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
+from esnode import workshop
 from esnode.engines import shortage, transformers_engine
 from esnode.engines.interface import Sampling
 from esnode.engines.shortage import OutOfMemory, patiently
 from esnode.engines.transformers_engine import TransformersEngine
 from esnode.memory import MemoryShort
+from esnode.nodeoptions import Options
+from esnode.workshop import Workshop
+from protocol import ledger
+from protocol.lock import Lock
 from tests import tiny
+from tests.runs import Processes, wait_for
+from tests.test_workshop import made
 
 CPU = "[enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"
 ERRORS = [
@@ -140,3 +148,37 @@ def test_packed_copies_go_first(engine: TransformersEngine) -> None:
     patiently(lambda: engine.generate(ROWS, SAMPLING, []))
     assert len(given_up) == 1
     assert shortage.is_shortage(RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"))
+
+
+# ---------------------------------------------------------------- a whole node
+
+FITS = 2  # rows; a probe has 32, a member 8
+
+
+def cramped(options: Options, lock: Lock) -> Workshop:
+    """The loader of a node whose memory holds two rows."""
+    loaded = workshop.load(options, lock)
+    fits(cast(TransformersEngine, loaded._engine), FITS, ERRORS[1])
+    return loaded
+
+
+def test_a_node_goes_on_with_smaller_batches_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = made(tmp_path, monkeypatch)
+    with Processes(folder.path) as processes:
+        processes.coordinator()
+        arguments = ("--run", str(folder.path), "--name", "cpu", "--threads", "1")
+        processes.start("cpu", "esnode.daemon", *arguments, "--loader", "tests.test_shortage:cramped")
+        told = wait_for(
+            lambda: [n for n in processes.status().get("nodes", []) if len(n["fingerprints"]) == 2]
+        )
+        decisions = [words for _, words in processes.status()["decisions"]]
+        processes.wait_end()
+        assert processes.running["cpu"].wait(20) == 0, processes.words("cpu")
+    assert told[0]["name"] == "cpu"
+    assert any("cpu returned (an engine of its answers otherwise" in words for words in decisions)
+    lines = (folder.path / "logs" / "cpu.log").read_text().splitlines()
+    assert sum("do not fit into memory" in line for line in lines) == 4, "32 rows of the probe, 16, 8, 4"
+    rows = [json.loads(line) for line in (folder.path / "units.jsonl").read_text().splitlines()]
+    assert all(row["floored"] == 0 for row in rows) and ledger.read(folder.ledger).ended
