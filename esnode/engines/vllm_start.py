@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from esnode.engines.shortage import is_shortage
 from protocol.errors import UserError
 from protocol.lock import Lock
 
@@ -98,6 +99,13 @@ def start(lock: Lock, folder: Path, kind: str, threads: int | None, ranks: int) 
     except ValueError as error:
         detail = (str(error).splitlines() or ["no reason given"])[0]
         raise VllmUnavailable(f"vLLM cannot run the model in {folder}: {detail}") from None
+    except Exception as error:  # of a rank's process vLLM says no more than that it failed
+        if ranks == 1 or is_shortage(error):
+            raise
+        raise VllmUnavailable(
+            f"a process of the vLLM engine with {ranks} ranks did not start; its own words are above. Free "
+            "memory, check the GPUs, or use --tp 1"
+        ) from error
 
 
 @contextlib.contextmanager
