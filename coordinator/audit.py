@@ -1,16 +1,17 @@
-"""What audits show of a node: evidence by pairs of nodes, and the two tests that judge it.
+"""What audits show of a node: evidence by pairs of nodes, and the three tests that judge it.
 
 Pure arithmetic, no state of the run. An audit is one unit measured by two nodes; its prompts are the pairs.
-Differences are in units of the task's reward range. The bias test asks whether a node's rewards are higher
-or lower than everybody else's; the laziness test whether they follow the member at all, or only the prompt:
-each score has its prompt's mean over other members taken off, and what is left must agree with what is left
-of the second node's. Called by `auditing.py`; docs/trust.md says what this can and cannot show.
+Differences are in units of the task's reward range. Bias: whether a node's rewards are higher or lower than
+everybody else's. Contradiction: whether it says high where all others, of all members, say low, or the other
+way round. Laziness: whether its rewards follow the member at all, or only the prompt: each score has its
+prompt's mean over other members taken off, and what is left must agree with what is left of the second
+node's. Called by `auditing.py`; docs/trust.md says what this can and cannot show, docs/adr/0011 why so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from math import fsum, sqrt
+from math import fsum, log1p, sqrt
 
 import msgspec
 
@@ -18,10 +19,20 @@ ALLOWANCE = 0.02  # mean difference that honest hardware may have, in units of t
 SIGMAS = 6.0  # of the bias test
 GUARD_SIGMAS = 3.0  # without the partner that speaks most against it
 ERRORS = 4.0  # standard errors of the laziness test
-ENOUGH = 200  # pairs the laziness test needs
+ENOUGH = 100  # pairs the laziness test needs, of the node
+SETTLED = 60  # prompts that carry the others' correlation it is held against
+NATS = 10.0  # of the contradiction test: odds of e^10
+GUARD_NATS = 4.5  # without the partner that speaks most against it: 3 standard deviations
+STAKE = 5.0  # how much one contradiction tells
+MARGIN = 3  # contradictions that the others are allowed beyond those they had
+FEW = 3  # measurements by others, of a prompt, that can be contradicted
 MISSES = 3  # times evidence could not be produced
 
+MIRRORED = ("low", "over", "up", "high", "under", "down")
 Pair = tuple[bytes, bytes]  # CURVE keys, the smaller first
+
+
+Scores = Sequence[float]
 
 
 class Sums(msgspec.Struct, frozen=True):
@@ -39,6 +50,18 @@ class Sums(msgspec.Struct, frozen=True):
     x2y2: float = 0.0
     xy3: float = 0.0
     y4: float = 0.0
+    low: float = 0.0  # prompts on which all others are in the lower half of the range
+    over: float = 0.0  # share of the first node's scores above all of those by half the range, summed
+    up: float = 0.0  # nats against it from those prompts
+    high: float = 0.0  # likewise the upper half
+    under: float = 0.0
+    down: float = 0.0
+    low_: float = 0.0  # the same six of the second node
+    over_: float = 0.0
+    up_: float = 0.0
+    high_: float = 0.0
+    under_: float = 0.0
+    down_: float = 0.0
     same: float = 0.0  # audits of engines with equal fingerprints that were equal
     other: float = 0.0  # and those that were not
 
@@ -58,6 +81,8 @@ class Sums(msgspec.Struct, frozen=True):
             x3y=self.xy3,
             xy3=self.x3y,
             y4=self.x4,
+            **{name: getattr(self, name + "_") for name in MIRRORED},
+            **{name + "_": getattr(self, name) for name in MIRRORED},
         )
 
     @property
@@ -84,6 +109,17 @@ class Sums(msgspec.Struct, frozen=True):
         """How far the bias test is exceeded; above 0 it fails."""
         return abs(self.d) - ALLOWANCE * self.pairs - SIGMAS * sqrt(self.dd + 1)
 
+    @property
+    def weight(self) -> float:
+        """How many prompts the correlation rests on: of 0 or 1 rewards most say nothing about members."""
+        return min(self.xx**2 / self.x4, self.yy**2 / self.y4) if self.x4 and self.y4 else 0.0
+
+    @property
+    def floored(self) -> Sums:
+        """What speaks for a node is forgotten: it may begin to lie late."""
+        names = ("up", "down", "up_", "down_")
+        return msgspec.structs.replace(self, **{name: max(getattr(self, name), 0.0) for name in names})
+
 
 Evidence = Mapping[Pair, Sums]
 
@@ -93,32 +129,49 @@ def compare(
     second: Sequence[float],
     first_others: Sequence[Sequence[float]],
     second_others: Sequence[Sequence[float]],
-    span: float,
+    third_others: Sequence[Sequence[float]],
+    low: float,
+    high: float,
     *,
+    first_rates: tuple[float, float] = (1.0, 1.0),
+    second_rates: tuple[float, float] = (1.0, 1.0),
     alike: bool,
 ) -> Sums:
-    """One audit: per-prompt scores of both nodes, and of other members on the same prompts.
+    """One audit: per-prompt scores of both nodes, and of other members on the same prompts, by whom.
 
-    The two sets of references share no member, so that a prompt's mean is estimated twice, independently:
-    otherwise its error would look like agreement. `alike`: equal fingerprints; equal scores then only
-    count as such, they say nothing about engines that differ.
+    No member is measured by two of them, so that a prompt's mean is estimated twice, independently: otherwise
+    its error would look like agreement. `alike`: equal fingerprints; equal scores then only count as such,
+    they say nothing about engines that differ. `low`, `high`: the reward range; `first_rates`: see `rates`.
     """
     if alike and tuple(first) == tuple(second):
         return Sums(same=1)
-    differences = [(a - b) / span for a, b in zip(first, second, strict=True)]
+    span = (high - low) or 1.0
+    mine, seconds, thirds = (
+        [[(score - low) / span for score in scores] for scores in others]
+        for others in (first_others, second_others, third_others)
+    )
+    a, b = ([(score - low) / span for score in scores] for scores in (first, second))
+    differences = [p - q for p, q in zip(a, b, strict=True)]
     sums = Sums(
         pairs=len(differences),
         d=sum(differences),
         dd=sum(d * d for d in differences),
         other=int(alike),
     )
-    if not first_others or not second_others:
-        return sums
-    x = [(a - _mean(column)) / span for a, column in zip(first, zip(*first_others, strict=True), strict=True)]
-    y = [
-        (b - _mean(column)) / span for b, column in zip(second, zip(*second_others, strict=True), strict=True)
-    ]
-    return sums + Sums(
+    sums += _opposed([a, *mine], [b, *seconds, *thirds], first_rates)
+    sums += _opposed([b, *seconds], [a, *mine, *thirds], second_rates).turned
+    return sums + _followed(a, b, mine, [*seconds, *thirds])
+
+
+def _followed(
+    a: Sequence[float], b: Sequence[float], mine: Sequence[Scores], theirs: Sequence[Scores]
+) -> Sums:
+    """What is left of both sides when their prompts' means are taken off, and how it goes together."""
+    if not mine or not theirs:
+        return Sums()
+    x = [score - _mean(column) for score, column in zip(a, zip(*mine, strict=True), strict=True)]
+    y = [score - _mean(column) for score, column in zip(b, zip(*theirs, strict=True), strict=True)]
+    return Sums(
         deep=len(x),
         xx=sum(v * v for v in x),
         xy=sum(v * w for v, w in zip(x, y, strict=True)),
@@ -129,6 +182,31 @@ def compare(
         xy3=sum(v * w**3 for v, w in zip(x, y, strict=True)),
         y4=sum(v**4 for v in y),
     )
+
+
+def _opposed(own: Sequence[Scores], others: Sequence[Scores], rates: tuple[float, float]) -> Sums:
+    """One node's scores of several members against what others measured of others, prompt by prompt.
+
+    `rates`: the share of its scores that may be contradictions, above and below. The nats are the logarithm
+    of what somebody would own who bets against that: an honest node makes nobody rich.
+    """
+    if len(others) < FEW:
+        return Sums()
+    found = dict.fromkeys(MIRRORED, 0.0)
+    for mine, theirs in zip(zip(*own, strict=True), zip(*others, strict=True), strict=True):
+        least, most = min(theirs), max(theirs)
+        if most <= 0.5:
+            share, rate = sum(score - most > 0.5 for score in mine) / len(mine), rates[0]
+            _count(found, low=1, over=share, up=log1p(min(STAKE, 0.5 / rate) * (share - rate)))
+        elif least >= 0.5:
+            share, rate = sum(least - score > 0.5 for score in mine) / len(mine), rates[1]
+            _count(found, high=1, under=share, down=log1p(min(STAKE, 0.5 / rate) * (share - rate)))
+    return Sums(**found)
+
+
+def _count(found: dict[str, float], **more: float) -> None:
+    for name, value in more.items():
+        found[name] += value
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -159,7 +237,7 @@ def reference(evidence: Evidence, node: bytes, without: Collection[bytes]) -> tu
     """The median correlation of the other nodes among themselves, and its standard error."""
     others = {key for pair in evidence for key in pair} - {node, *without}
     rows = [total(partners(evidence, key, {node, *without}).values()) for key in others]
-    enough = [row for row in rows if row.deep >= ENOUGH]
+    enough = [row for row in rows if row.weight >= SETTLED]
     if not enough:
         return None
     return _median([row.r for row in enough]), _median([row.error for row in enough])
@@ -205,6 +283,32 @@ def laziness(rows: Mapping[bytes, Sums], expected: tuple[float, float] | None) -
     )
 
 
+def rates(evidence: Evidence, node: bytes, out: Collection[bytes]) -> tuple[float, float]:
+    """The share of a node's scores that may contradict all others, above and below: twice the others' own."""
+    away = {node, *out}
+    keys = {key for pair in evidence for key in pair} - away
+    usual = total([total(partners(evidence, key, away).values()) for key in keys])
+    shares = ((usual.over, usual.low), (usual.under, usual.high))
+    above, below = (ALLOWANCE + 2 * (hits + MARGIN) / (prompts + MARGIN) for hits, prompts in shares)
+    return above, below
+
+
+def contradiction(rows: Mapping[bytes, Sums]) -> str:
+    """Why a node fails the contradiction test; "" when it does not."""
+    whole = total(rows.values())
+    if len(rows) < 2:
+        return ""
+    for nats, hits, word, prompts in (("up", "over", "high", "low"), ("down", "under", "low", "high")):
+        against = getattr(whole, nats)
+        if against > NATS and against - max(getattr(row, nats) for row in rows.values()) > GUARD_NATS:
+            clear = getattr(whole, prompts)
+            return (
+                f"its rewards are {word} in {getattr(whole, hits):.1f} of {clear:.0f} cases where all "
+                f"others' are {prompts} (odds of e^{against:.1f} against chance, limit e^{NATS:g})"
+            )
+    return ""
+
+
 def judge(evidence: Evidence, out: Collection[bytes]) -> tuple[bytes, str] | None:
     """The node that fails worst, and why; None when none does. `out`: those in quarantine already.
 
@@ -215,6 +319,12 @@ def judge(evidence: Evidence, out: Collection[bytes]) -> tuple[bytes, str] | Non
     biased = [(total(rows[key].values()).excess, key, reason) for key in keys if (reason := bias(rows[key]))]
     if biased:
         _, key, reason = max(biased, key=lambda row: row[0])
+        return key, reason
+    opposed = [
+        (total(rows[key].values()).pairs, key, reason) for key in keys if (reason := contradiction(rows[key]))
+    ]
+    if opposed:
+        _, key, reason = max(opposed)
         return key, reason
     lazy = [
         (total(rows[key].values()).r, key, reason)

@@ -230,10 +230,18 @@ def _finish(turn: Turn, case: Case) -> None:
     sums = audit.Sums()
     if first.done and second.done:
         alike = bool(first.engine) and first.engine == second.engine
-        span = (turn.lock.reward_high - turn.lock.reward_low) or 1.0
-        mine = [half.scores for half in case.mine if half.done]
-        theirs = [half.scores for half in case.theirs if half.done]
-        sums = audit.compare(first.scores, second.scores, mine, theirs, span, alike=alike)
+        seconds = [half for half in case.theirs if half.key == second.key]
+        thirds = [half for half in case.theirs if half.key != second.key]
+        mine, theirs, others = (
+            [half.scores for half in halves if half.done] for halves in (case.mine, seconds, thirds)
+        )
+        evidence, out = turn.state.evidence, turn.state.quarantined
+        sums = audit.compare(
+            first.scores, second.scores, mine, theirs, others, turn.lock.reward_low, turn.lock.reward_high,
+            first_rates=audit.rates(evidence, first.key, out),
+            second_rates=audit.rates(evidence, second.key, out),
+            alike=alike,
+        )  # fmt: skip
     record = Audited(first.key, second.key, msgspec.structs.astuple(sums), tuple(faults), ())
     state = admit_evidence(turn.state, record)
     verdicts = []

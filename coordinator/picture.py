@@ -85,7 +85,7 @@ def _probe(state: State) -> dict[str, Any] | None:
 
 
 def _audit(state: State) -> dict[str, Any]:
-    """What the audits show of each node: prompts compared, the two tests' numbers, verdicts."""
+    """What the audits show of each node: prompts compared, the three tests' numbers, verdicts."""
     nodes = {}
     for key, node in state.nodes.items():
         rows = audit.partners(state.evidence, key, set(state.quarantined) - {key})
@@ -94,6 +94,7 @@ def _audit(state: State) -> dict[str, Any]:
         nodes[node.name] = {
             "prompts": whole.pairs,
             "difference": round(whole.d / whole.pairs, 4) if whole.pairs else None,
+            "contradicts": round(max(whole.up, whole.down), 2),
             "follows": round(whole.r, 3) if whole.deep else None,
             "others_follow": round(usual[0], 3) if usual else None,
             "equal": whole.same,

@@ -1,6 +1,6 @@
-"""The port Prometheus reads: one thread that answers `GET /metrics` with what the server's loop gives it.
+"""The port Prometheus reads: threads that answer `GET /metrics` with what the server's loop gives it.
 
-Shell. The thread touches nothing of the coordinator: it asks, and the loop, which owns all state, answers at
+Shell. They touch nothing of the coordinator: they ask, and the loop, which owns all state, answers at
 its next turn (a tick is a quarter of a second). Off unless asked for. Whoever reaches the port reads counters
 and the run's id, and can change nothing; it has no password, so it listens on loopback unless another host is
 named. Called by `server.py`.
@@ -8,11 +8,13 @@ named. Called by `server.py`.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler
-from socketserver import TCPServer
+from socketserver import TCPServer, ThreadingMixIn
 from typing import Any
 
 from coordinator import metrics
@@ -20,6 +22,7 @@ from protocol.errors import UserError
 
 LOOPBACK = "127.0.0.1"
 ANSWER_SECONDS = 5.0
+MOST_AT_ONCE = 16  # connections; one more ends the oldest
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -36,7 +39,7 @@ class Scrape:
         self._text = ""
         self._closed, self._seconds = 0, 0.0
         try:
-            self._http = _listener(*_split(address), self._handler())
+            self._http = _Server(*_split(address), self._handler())
         except (OSError, OverflowError) as error:
             words = error.strerror if isinstance(error, OSError) else "ports end at 65535"
             raise ScrapeError(f"cannot serve metrics on {address}: {words}. Name another port") from error
@@ -94,14 +97,49 @@ class Scrape:
         return Handler
 
 
-def _listener(host: str, port: int, handler: type[BaseHTTPRequestHandler]) -> TCPServer:
-    """http.server's own class looks its name up in DNS first, which may take long."""
+class _Server(ThreadingMixIn, TCPServer):
+    """A thread per connection, few of them, none for long: who floods the port shuts out nobody but himself.
 
-    class Server(TCPServer):
-        allow_reuse_address = True
-        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    http.server's own class looks its name up in DNS first, which may take long.
+    """
 
-    return Server((host, port), handler)
+    allow_reuse_address = True
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self, host: str, port: int, handler: type[BaseHTTPRequestHandler]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._open: dict[socket.socket, float] = {}  # since when, the oldest first
+        self._lock = threading.Lock()
+        super().__init__((host, port), handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            self._hang_up(lambda _: len(self._open) >= MOST_AT_ONCE)
+            self._open[request] = time.monotonic()
+        super().process_request(request, client_address)
+
+    def service_actions(self) -> None:
+        """Every tenth of a second: an answer that takes longer than this was never meant to be read."""
+        before = time.monotonic() - ANSWER_SECONDS
+        with self._lock:
+            self._hang_up(lambda since: since < before)
+
+    def _hang_up(self, enough: Callable[[float], bool]) -> None:
+        for request, since in list(self._open.items()):
+            if not enough(since):
+                return
+            del self._open[request]
+            with contextlib.suppress(OSError):  # it has hung up itself
+                request.shutdown(socket.SHUT_RDWR)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Whoever hangs up in the middle of an answer is no news."""
 
 
 def _split(address: str) -> tuple[str, int]:

@@ -257,7 +257,7 @@ def admit_evidence(state: State, record: Audited) -> State:
     pair = (record.first, record.second)
     if record.first > record.second:
         pair, sums = (record.second, record.first), sums.turned
-    evidence = {**state.evidence, pair: state.evidence.get(pair, Sums()) + sums}
+    evidence = {**state.evidence, pair: (state.evidence.get(pair, Sums()) + sums).floored}
     misses = dict(state.misses)
     for key, fault in record.faults:
         misses[key] = (misses.get(key, (0, ""))[0] + 1, fault)

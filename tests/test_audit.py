@@ -118,8 +118,8 @@ def test_quarantine_drops_what_is_not_committed_and_the_operator_lifts_it() -> N
 
 def test_equal_engines_are_compared_exactly_and_a_difference_is_shown_not_punished() -> None:
     a, b = [0.0, 1.0, 0.5], [0.0, 1.0, 0.25]
-    assert audit.compare(a, a, [a], [a], 1.0, alike=True) == Sums(same=1)
-    found = audit.compare(a, b, [], [], 1.0, alike=True)
+    assert audit.compare(a, a, [a], [a], [], 0.0, 1.0, alike=True) == Sums(same=1)
+    found = audit.compare(a, b, [], [], [], 0.0, 1.0, alike=True)
     assert (found.other, found.pairs, found.d) == (1, 3, 0.25)
     assert audit.judge({(b"a", b"b"): found}, ()) is None
 
@@ -138,7 +138,7 @@ def test_two_nodes_that_differ_say_nothing_about_which_is_wrong() -> None:
 def test_the_numbers_of_the_design_are_those_of_the_bias_test() -> None:
     limit = Sums(pairs=1000, d=0.02 * 1000 + 6 * 8, dd=63)
     assert limit.excess == pytest.approx(0) and (audit.ALLOWANCE, audit.SIGMAS) == (0.02, 6)
-    assert (audit.ENOUGH, audit.ERRORS) == (200, 4)
+    assert audit.ERRORS == 4
 
 
 def test_the_clip_bounds_the_pull_of_one_member() -> None:
@@ -151,6 +151,41 @@ def test_the_clip_bounds_the_pull_of_one_member() -> None:
         pull = [abs(found.c[-1]) * 2.0**-found.shift for found in (free, bound)]
         step = 0.01 / 30 * 2.0**-13
         assert pull[0] / step > 5 and pull[1] / step == pytest.approx(3.0, rel=1e-3)
+
+
+def test_who_says_high_where_all_others_say_low_is_found_and_noise_of_the_prompts_is_not() -> None:
+    """Rewards of 0 or 1: 20 prompts nobody solves, 5 that some do; one node solves a fifth of all."""
+    nobody, some = [0.0] * 20, [0.0, 1.0, 0.0, 1.0, 1.0]
+    others = [nobody + some, nobody + some[::-1], nobody + some]
+    liar = [float(k % 5 == 0) for k in range(20)] + some
+    evidence: dict[tuple[bytes, bytes], Sums] = {}
+    for scores, caught in ((others[0], None), (liar, b"a")):
+        for turn in range(12):
+            pair = (b"a", b"bc"[turn % 2 : turn % 2 + 1])
+            rates = audit.rates(evidence, b"a", ())
+            new = audit.compare(
+                scores, others[1], [scores], [others[2]], [others[0]], 0.0, 1.0,
+                first_rates=rates, second_rates=audit.rates(evidence, pair[1], ()), alike=False,
+            )  # fmt: skip
+            evidence[pair] = (evidence.get(pair, Sums()) + new).floored
+            evidence[b"b", b"c"] = evidence.get((b"b", b"c"), Sums()) + Sums(pairs=25, low=20, low_=20)
+            found = audit.judge(evidence, ())
+        assert (found and found[0]) == caught
+    assert found is not None and "high in" in found[1] and "all others' are low" in found[1]
+
+
+def test_bets_against_a_node_are_seen_from_both_sides() -> None:
+    sums = Sums(d=1.0, low=3, over=2, up=1.5, high_=4, down_=0.5)
+    turned = sums.turned
+    assert (turned.d, turned.low_, turned.over_, turned.up_, turned.high, turned.down) == (
+        -1,
+        3,
+        2,
+        1.5,
+        4,
+        0.5,
+    )
+    assert turned.turned == sums and Sums(up=-3.0, down_=-1.0, over=1.0).floored == Sums(over=1.0)
 
 
 # ---------------------------------------------------------------- the study

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import socket
 import time
@@ -88,6 +89,48 @@ def test_served_by_the_real_coordinator(tmp_path: Path) -> None:
             assert time.monotonic() - began < 8
         processes.running["coordinator"].terminate()
         assert processes.running["coordinator"].wait(10) == 0
+
+
+def test_a_flood_stops_neither_the_run_nor_the_port(tmp_path: Path) -> None:
+    """Connections that say nothing, that trickle, that talk garbage, that never read their answer."""
+    make_folder(tmp_path, ("n1",), rounds=10**6, task_options={"seconds": 0.02})
+    with Processes(tmp_path) as processes, contextlib.ExitStack() as flood:
+        coordinator = processes.coordinator("--metrics", "0")
+        processes.node("n1")
+        pattern = r"http://(127\.0\.0\.1:\d+)/"
+        address = wait_for(lambda: re.search(pattern, processes.words("coordinator")))[1]
+        host, port = address.split(":")
+        wait_for(lambda: processes.status().get("round", 0) >= 1)
+
+        def connect(*words: bytes) -> socket.socket:
+            one = flood.enter_context(socket.create_connection((host, int(port)), timeout=5))
+            with contextlib.suppress(OSError):  # the port may have hung up on it already
+                for word in words:
+                    one.sendall(word)
+            return one
+
+        reached = processes.status()["round"]
+        for k in range(60):
+            connect()
+            connect(b"G")
+            connect(bytes(range(256)) * 300)
+            connect(b"GET /metrics HTTP/1.1\r\nX: " + b"y" * 10_000 * (k % 9))
+            for _ in range(3):
+                connect(b"GET /metrics HTTP/1.0\r\n\r\n")
+        trickle = connect(b"GET /")
+        began = time.monotonic()
+        assert samples(page(address))["esnode_round"] >= reached
+        assert time.monotonic() - began < 8, "tricklers and sleepers wait, not those who ask"
+        with pytest.raises(OSError):  # hung up on, though it says a byte now and then
+            for _ in range(100):
+                trickle.sendall(b"m")
+                time.sleep(0.2)
+        now = processes.status()["round"]
+        wait_for(lambda: processes.status()["round"] > now + 2)
+        status = Path(f"/proc/{coordinator.pid}/status").read_text()
+        assert int(re.search(r"VmHWM:\s+(\d+)", status)[1]) < 150 << 10  # type: ignore[index]
+        assert int(re.search(r"Threads:\s+(\d+)", status)[1]) < 40  # type: ignore[index]
+        assert "Traceback" not in processes.words("coordinator")
 
 
 def test_a_port_that_cannot_be_had() -> None:
