@@ -106,7 +106,7 @@ class Children:
         child.crashes = [at for at in child.crashes if now - at < FORGET_AFTER] + [now]
         if len(child.crashes) > MAX_CRASHES:
             raise ChildFailed(
-                f"{child.name} crashed {len(child.crashes)} times ({_meaning(code)}). "
+                f"{child.name} crashed {len(child.crashes)} times ({meaning(code)}). "
                 f"Its log is {child.log}; the last lines:\n{child.last_words()}"
             )
         child.retry_at = now + 2.0 ** (len(child.crashes) - 1)
@@ -159,7 +159,8 @@ def _sentence(child: Child) -> str:
     return marked[-1].removeprefix("esnode: ") if marked else f"its log {child.log} ends with\n{words}"
 
 
-def _meaning(code: int) -> str:
+def meaning(code: int) -> str:
+    """What an exit code says."""
     if code < 0:
         name = signal.Signals(-code).name
         hint = ", the usual sign of too little memory" if name == "SIGKILL" else ""

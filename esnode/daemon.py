@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import logging
 import os
 import signal
@@ -17,7 +16,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 if __name__ == "__main__":  # the imports below take a second or two
@@ -27,9 +26,21 @@ if __name__ == "__main__":  # the imports below take a second or two
 
 import zmq
 
-from esnode import checkpoint, departure, events, joined, node, nodeoptions, peers, reports, snapshotevents
+from esnode import (
+    checkpoint,
+    departure,
+    devices,
+    events,
+    joined,
+    node,
+    nodeoptions,
+    peers,
+    reports,
+    snapshotevents,
+)
 from esnode.duty import Duty
-from esnode.enginethread import Broken, EngineThread, Workshop
+from esnode.enginethread import Workshop
+from esnode.fleet import Fleet
 from esnode.link import Link, State
 from esnode.nodeoptions import Options
 from esnode.notebook import Notebook
@@ -49,9 +60,6 @@ EXIT_INTERRUPTED = 130
 
 class DaemonError(UserError):
     """The node cannot start or go on; the sentence says why."""
-
-
-Loader = Callable[[Options, Lock], Workshop]
 
 
 class Daemon:
@@ -101,7 +109,11 @@ class Daemon:
         self._wake_in, wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         wake_out.setblocking(False)
-        self._engine = EngineThread(workshop, lambda: _poke(wake_out))
+        if isinstance(workshop, Fleet):
+            workshop.wake = lambda: _poke(wake_out)
+            self._engine: reports.Solo | Fleet = workshop
+        else:
+            self._engine = reports.Solo(workshop, lambda: _poke(wake_out), self._log)
         self._poller = zmq.Poller()
         self._poller.register(self._wake_in, zmq.POLLIN)
         self._watch_link()
@@ -130,21 +142,29 @@ class Daemon:
         finally:
             self._close(workshop)
 
-    def _load(self) -> Workshop:
-        began = time.monotonic()
-        workshop = _loader(self._options.loader)(self._options, self._lock)
-        digest = workshop.digest()
-        if digest != self._lock.digest:
+    def _load(self) -> Workshop | Fleet:
+        began, options = time.monotonic(), self._options
+        workshop: Workshop | Fleet
+        if options.lanes:
+            used = [device for spec in options.lanes for device in devices.lane(spec).devices]
+            who = f"node {options.name} of the run in {options.run.resolve()} (process {os.getpid()})"
+            self._devices = devices.claim(used, who)
+            workshop = Fleet(options, self._lock, self._log)
+        else:
+            workshop = nodeoptions.loader(options.loader)(options, self._lock)
+        try:
+            if isinstance(workshop, Fleet):
+                workshop.wait_loaded()
+            else:
+                nodeoptions.check_base(workshop.digest(), self._lock)
+        except BaseException:
             workshop.close()
-            raise DaemonError(
-                f"the base model here has digest {digest:016x}, the run's is {self._lock.digest:016x}; "
-                "it is another model, or a file of it is damaged"
-            )
+            raise
         about = workshop.about
         self._log.info("ready in %.1f s: %s on %s", time.monotonic() - began, about.backend, about.device)
         return workshop
 
-    def _resume(self, workshop: Workshop, raws: Sequence[bytes]) -> tuple[int, int]:
+    def _resume(self, workshop: Workshop | Fleet, raws: Sequence[bytes]) -> tuple[int, int]:
         """Load the newest snapshot of this node's own that fits its ledger: (entries reflected, D)."""
         if not checkpoint.kept(self._options.folder, self._lock):
             return 0, self._lock.digest
@@ -236,7 +256,8 @@ class Daemon:
             case events.Stop(reason, code):
                 self._stop(reason, code)
             case _:
-                reports.ask(self._engine, effect)
+                state = self._state
+                self._engine.ask(effect, state.chain.entries, state.applied + state.applying)
 
     def _stop(self, reason: str, code: int) -> None:
         self._stopped = self._stopped or (reason, code)
@@ -245,16 +266,8 @@ class Daemon:
 
     def _hear_engine(self, now: float) -> None:
         _drain(self._wake_in)
-        for unit, thousandths in list(self._engine.progress.items()):
-            self._step(events.Progress(now, unit, thousandths))
-        for report in self._engine.reports():
-            if isinstance(report, Broken):
-                self._log.error("%s", report.trace)
-                raise DaemonError(
-                    report.sentence
-                    or "changing the weights failed; the log has the details. Start the node again"
-                )
-            self._step(reports.event_of(now, report))
+        for event in self._engine.events(now):
+            self._step(event)
 
     def _hear_peers(self, now: float) -> None:
         if self._peers is not None:
@@ -298,7 +311,7 @@ class Daemon:
         for fresh in self._link.sockets:
             self._poller.register(fresh, zmq.POLLIN)
 
-    def _close(self, workshop: Workshop) -> None:
+    def _close(self, workshop: Workshop | Fleet) -> None:
         clean = self._stopped is not None and self._stopped[1] == 0
         self._link.close(farewell=clean)
         if self._peers is not None:
@@ -309,11 +322,6 @@ class Daemon:
 
 
 # ---------------------------------------------------------------- small parts
-
-
-def _loader(spec: str) -> Loader:
-    module, _, function = spec.partition(":")
-    return getattr(importlib.import_module(module), function)  # type: ignore[no-any-return]
 
 
 def _poke(wake: socket.socket) -> None:
@@ -332,9 +340,7 @@ def _drain(wake: socket.socket) -> None:
 
 def limit_threads(threads: int) -> None:
     """Must run before torch, numba and numpy are imported: they read these once."""
-    for name in ("OMP", "MKL", "OPENBLAS", "NUMBA"):
-        os.environ[f"{name}_NUM_THREADS"] = str(threads)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ.update(devices.thread_limits(threads))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

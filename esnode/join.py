@@ -9,12 +9,11 @@ which then runs the daemon.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from esnode import accelerators, duty, enrol, fetch, joined, notebook, policy, room
+from esnode import duty, enrol, fetch, joined, notebook, policy, room
 from esnode.folder import RunFolder, require_space, write_file
 from esnode.policy import GB
 from esnode.tell import Tell, silent
@@ -154,29 +153,3 @@ def _model(named: str | None, lock: Lock, say: Say) -> Path:
             "the right one with --model"
         )
     return found.path
-
-
-# ---------------------------------------------------------------- GPUs
-
-
-def choose_gpus(words: str) -> None:
-    """Make exactly the named CUDA device visible to this process. Before torch is imported.
-
-    `words`: "all", or indices such as "0". JoinError where there is none, and for more than one: an engine
-    uses one device.
-    """
-    if words != "all":
-        if not all(part.isdecimal() for part in words.split(",")):
-            raise JoinError(f"--gpus {words!r}: write `all` or indices such as 0")
-        os.environ["CUDA_VISIBLE_DEVICES"] = words
-    import torch
-
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if not found:
-        none = "torch finds no such CUDA device on this machine; leave --gpus out"
-        raise JoinError(f"--gpus {words}: {accelerators.obstacle() or none}")
-    if found > 1:
-        raise JoinError(
-            f"--gpus {words}: a node works on one GPU. Start one node per GPU, each with an invite of its "
-            "own and --name NAME --gpus INDEX"
-        )

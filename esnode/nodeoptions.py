@@ -6,10 +6,12 @@ Called by `daemon.py`; `workshop.py` builds the engine from the same options.
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from esnode import joined
 from esnode.engines.wish import DEFAULT, MASTERS, Wish
@@ -17,9 +19,18 @@ from protocol import keys, zmtp
 from protocol.errors import UserError
 from protocol.lock import Lock, LockError, lock_from_bytes
 
+if TYPE_CHECKING:
+    from esnode.enginethread import Workshop
+
+    Loader = Callable[["Options", Lock], Workshop]
+
 FIRST_CONTACT_SECONDS = 60.0  # how long a coordinator may take to appear
 ENGINES = ("transformers", "vllm")
 DEFAULT_LOADER = "esnode.workshop:load"
+
+
+class WrongModel(UserError):
+    """The base model here is not the run's."""
 
 
 class FolderMissing(UserError):
@@ -45,6 +56,7 @@ class Options:
     peer_mbit: float = 0.0  # what donating may take; 0: the policy's limit
     catch_up: str = "auto"  # or "replay", "snapshot"
     wish: Wish = DEFAULT  # where the master lies
+    lanes: tuple[str, ...] = ()  # engines in processes of their own (`devices.py`); none: one, in ours
 
     @property
     def folder(self) -> Path:
@@ -73,6 +85,9 @@ def parse(arguments: Sequence[str] | None) -> Options:
     parser.add_argument("--catch-up", choices=("auto", "replay", "snapshot"), default="auto")
     parser.add_argument("--tp", type=int, default=0, help="ranks of the vLLM engine; 0: as few as fit")
     parser.add_argument("--master", choices=MASTERS, default=MASTERS[0], help="where the master lies")
+    parser.add_argument(
+        "--lane", action="append", default=[], metavar="DEVICE", help="an engine of its own; may be repeated"
+    )
     found = parser.parse_args(arguments)
     if not found.name or "/" in found.name or found.name.startswith("."):
         parser.error(f"--name {found.name!r} is no file name")
@@ -92,7 +107,40 @@ def parse(arguments: Sequence[str] | None) -> Options:
         peer_mbit=found.peer_mbit,
         catch_up=found.catch_up,
         wish=Wish(found.master, tp=found.tp),
+        lanes=tuple(found.lane),
     )
+
+
+def lane_words(options: Options, threads: int, backend: str | None) -> list[str]:
+    """The command line of one lane of this node: what concerns the engine."""
+    said = {
+        "run": options.run,
+        "name": options.name,
+        "threads": threads,
+        "engine": options.engine,
+        "backend": backend or options.backend,
+        "model": options.model,
+        "code": options.code,
+        "loader": options.loader,
+        "master": options.wish.master,
+        "tp": options.wish.tp or None,
+    }
+    return [word for name, value in said.items() if value is not None for word in (f"--{name}", str(value))]
+
+
+def loader(spec: str) -> Loader:
+    """The function that builds the engine, by its name MODULE:FUNCTION."""
+    module, _, function = spec.partition(":")
+    return getattr(importlib.import_module(module), function)  # type: ignore[no-any-return]
+
+
+def check_base(found: int, lock: Lock) -> None:
+    """D of the base model that was loaded must be the run's."""
+    if found != lock.digest:
+        raise WrongModel(
+            f"the base model here has digest {found:016x}, the run's is {lock.digest:016x}; "
+            "it is another model, or a file of it is damaged"
+        )
 
 
 def cores() -> int:

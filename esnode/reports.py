@@ -1,13 +1,18 @@
 """The core's effects as commands to the engine, and the engine's reports as events of the core.
 
-Called by `daemon.py`. Says nothing of a broken engine: that is for the shell, which stops.
+Shell: lives here for the engine of a single lane, in the node's process (`Solo`) or in one of its own. Called
+by `daemon.py` and `laneprocess.py`.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Sequence
+
 from esnode import events, proofevents, snapshotevents
 from esnode.checkpoint import Saved
 from esnode.enginethread import (
+    Broken,
     Derived,
     EngineThread,
     Folded,
@@ -17,8 +22,47 @@ from esnode.enginethread import (
     Repaired,
     Report,
     Restored,
+    Workshop,
     Wounded,
 )
+from protocol.entries import Entry
+from protocol.errors import UserError
+
+
+class EngineBroken(UserError):
+    """The only engine of this node failed where it must not."""
+
+
+class Solo:
+    """The engine in the node's own process; `fleet.Fleet` is the other kind."""
+
+    def __init__(self, workshop: Workshop, wake: Callable[[], None], log: logging.Logger) -> None:
+        self._engine = EngineThread(workshop, wake)
+        self._log = log
+
+    def ask(self, effect: events.Effect, chain: Sequence[Entry], upto: int) -> None:
+        """What the core wants; its ledger is of no use here."""
+        ask(self._engine, effect)
+
+    def events(self, now: float) -> list[events.Event]:
+        """What the core hears."""
+        found: list[events.Event] = [
+            events.Progress(now, unit, thousandths)
+            for unit, thousandths in list(self._engine.progress.items())
+        ]
+        for report in self._engine.reports():
+            if isinstance(report, Broken):
+                self._log.error("%s", report.trace)
+                raise EngineBroken(
+                    report.sentence
+                    or "changing the weights failed; the log has the details. Start the node again"
+                )
+            found.append(event_of(now, report))
+        return found
+
+    def close(self, wait: float) -> bool:
+        """End the thread within `wait` seconds; False when it is still inside the engine."""
+        return self._engine.close(wait)
 
 
 def ask(engine: EngineThread, effect: events.Effect) -> None:

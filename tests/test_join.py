@@ -281,19 +281,6 @@ def test_task_code_never_travels(coordinator: Coordinator, tmp_path: Path) -> No
         join._code(LOCK, tmp_path / "run", code)
 
 
-def test_gpus_are_refused_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(join.JoinError, match="write `all` or indices"):
-        join.choose_gpus("first")
-    for count, words in ((0, "no such CUDA device"), (2, "a node works on one GPU")):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda count=count: bool(count))
-        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
-        with pytest.raises(join.JoinError, match=words):
-            join.choose_gpus("all")
-
-
 def test_words_of_a_coordinator_cannot_drive_the_terminal() -> None:
     escape = "\x1b]0;owned\x07\x1b[2J"
     with Doorman(lambda key: True, lambda key, message: Refuse(escape)) as door:

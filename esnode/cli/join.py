@@ -34,7 +34,13 @@ import click
     type=click.Choice(["cpu", "triton", "compiled", "reference"]),
     help="Kernels [default: the fastest].",
 )
-@click.option("--gpus", metavar="all|INDEX", help="Work on this CUDA device.")
+@click.option("--gpus", metavar="all|INDEX,...", help="Work on these GPUs, an engine on each.")
+@click.option(
+    "--lanes",
+    type=click.IntRange(1, 32),
+    metavar="N",
+    help="Engines on the CPU, each a process [default: 1, in this one].",
+)
 @click.option(
     "--task-code",
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
@@ -61,6 +67,8 @@ def join(
     name: str | None,
     threads: int | None,
     gpus: str | None,
+    lanes: int | None,
+    tp: int | None,
     task_code: Path | None,
     data: Path | None,
     run_: str | None,
@@ -78,22 +86,24 @@ def join(
     Examples:
       esnode join esnode1-AEAQCAIBAE...
       esnode join --run 5f2c --threads 8
+      esnode join --gpus all esnode1-AEAQCAIBAE...
     """
     from esnode import departure
 
     departure.at_once()
-    from esnode import daemon
+    from esnode import daemon, devices
     from esnode import join as joining
     from esnode.nodeoptions import cores
 
     daemon.limit_threads(threads or cores())
-    if gpus is not None:
-        joining.choose_gpus(gpus)
+    chosen = devices.lanes_of(gpus, lanes, tp or 1)
     request = joining.Request(
         invite=_text(invite), run=run_, data=data, name=name, model=model, task_code=task_code
     )
     ready = joining.prepare(request, _say)
     words = [*ready.words, *(["--threads", str(threads)] if threads else [])]
+    words += [word for lane in chosen for word in ("--lane", lane)]
+    words += ["--tp", str(tp)] if tp else []
     for option, value in passed.items():  # those that only concern the daemon
         words += [f"--{option.replace('_', '-')}", str(value)] if value is not None else []
     sys.exit(daemon.main(words))

@@ -64,8 +64,22 @@ import click
     type=click.Choice(["auto", "replay", "snapshot"]),
     help="How to get to the run's round [default: what is quicker].",
 )
+@click.option("--gpus", metavar="all|INDEX,...", help="Work on these GPUs, an engine on each.")
+@click.option(
+    "--lanes",
+    type=click.IntRange(1, 32),
+    metavar="N",
+    help="Engines on the CPU, each a process [default: 1, in this one].",
+)
 @click.option("--loader", hidden=True, help="MODULE:FUNCTION that builds the engine.")
-def node(run_: Path, coordinator: tuple[str, ...], **options: object) -> None:
+def node(
+    run_: Path,
+    coordinator: tuple[str, ...],
+    gpus: str | None,
+    lanes: int | None,
+    tp: int | None,
+    **options: object,
+) -> None:
     """Evaluate members for the run in the folder --run, until it ends.
 
     Ctrl-C or SIGTERM hands the work back and exits within seconds; the same command joins again. The node's
@@ -78,9 +92,11 @@ def node(run_: Path, coordinator: tuple[str, ...], **options: object) -> None:
     from esnode import departure
 
     departure.at_once()
-    from esnode import daemon
+    from esnode import daemon, devices
 
     words = ["--run", str(run_)]
+    words += [word for lane in devices.lanes_of(gpus, lanes, tp or 1) for word in ("--lane", lane)]
+    words += ["--tp", str(tp)] if tp else []
     for address in coordinator:
         words += ["--coordinator", address]
     for name, value in options.items():

@@ -1,0 +1,141 @@
+"""Which GPUs a node works on, and that no other node of this user does.
+
+Lives here: `--gpus` and `--lanes` as a list of lanes, and a lock file per device. Imports torch only to
+count. Called by `cli/join.py`, `cli/node.py` and `daemon.py`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from esnode import accelerators, joined
+from protocol.errors import UserError
+
+CPU = "cpu"
+FOLDER = ".devices"
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """Where an engine of its own works. `backend`, `threads`: None and 0 for those of the node."""
+
+    devices: tuple[str, ...]
+    backend: str | None = None
+    threads: int = 0
+
+
+class DeviceError(UserError):
+    """A device cannot be used; the sentence says why."""
+
+
+def lanes_of(gpus: str | None, lanes: int | None, group: int = 1) -> tuple[str, ...]:
+    """The lanes that `--gpus` and `--lanes` ask for: GPUs, `group` of them together, then lanes on the CPU.
+
+    Empty: one engine in the node's own process.
+    """
+    found: list[str] = []
+    if gpus is not None:
+        indices = _indices(gpus, count(gpus))
+        if len(indices) % group:
+            raise DeviceError(f"--gpus {gpus}: {len(indices)} GPUs cannot be shared out in groups of {group}")
+        cut = (indices[k : k + group] for k in range(0, len(indices), group))
+        found = ["+".join(f"cuda:{index}" for index in part) for part in cut]
+    return (*found, *[CPU] * (lanes or 0)) if found or (lanes or 0) > 1 else ()
+
+
+def count(gpus: str) -> int:
+    """How many GPUs torch can use here; DeviceError when none."""
+    import torch
+
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not found:
+        none = "torch finds no CUDA device on this machine; leave --gpus out"
+        raise DeviceError(f"--gpus {gpus}: {accelerators.obstacle() or none}")
+    return found
+
+
+def _indices(gpus: str, here: int) -> list[int]:
+    if gpus == "all":
+        return list(range(here))
+    if not all(part.isdecimal() for part in gpus.split(",")):
+        raise DeviceError(f"--gpus {gpus!r}: write `all` or indices such as 0,1")
+    indices = [int(part) for part in gpus.split(",")]
+    missing = [index for index in indices if index >= here]
+    if missing:
+        known = f"the GPUs of this machine are 0 to {here - 1}" if here > 1 else "this machine has GPU 0 only"
+        raise DeviceError(f"--gpus {gpus}: there is no GPU {missing[0]}, {known}")
+    if len(set(indices)) < len(indices):
+        raise DeviceError(f"--gpus {gpus} names a GPU twice")
+    return indices
+
+
+def lane(words: str) -> Lane:
+    """A lane as `--lane` of the daemon has it: DEVICE[+DEVICE...][/BACKEND[/THREADS]]."""
+    devices, *rest = words.split("/")
+    backend, threads = (*rest, "", "")[:2]
+    if not devices or len(rest) > 2 or not (threads or "0").isdecimal():
+        raise DeviceError(f"--lane {words!r}: write DEVICE[+DEVICE...][/BACKEND[/THREADS]]")
+    return Lane(tuple(devices.split("+")), backend or None, int(threads or 0))
+
+
+def surroundings(lane: Lane, threads: int) -> dict[str, str]:
+    """Environment of a lane's process: it sees its own GPUs only, and computes with so many threads."""
+    indices = [int(device.partition(":")[2]) for device in lane.devices if device.startswith("cuda:")]
+    seen = {"CUDA_VISIBLE_DEVICES": ",".join(map(visible, indices))}
+    return {**seen, **thread_limits(threads)}
+
+
+def thread_limits(threads: int) -> dict[str, str]:
+    """What torch, numba and numpy read once, when they are imported."""
+    names = {f"{name}_NUM_THREADS": str(threads) for name in ("OMP", "MKL", "OPENBLAS", "NUMBA")}
+    return {**names, "TOKENIZERS_PARALLELISM": "false"}
+
+
+def visible(index: int) -> str:
+    """What CUDA_VISIBLE_DEVICES has to say so that a process sees this GPU only: one of those we see."""
+    ours = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return ours.split(",")[index].strip() if ours else str(index)
+
+
+def claim(devices: Sequence[str], who: str) -> list[IO[str]]:
+    """Take devices for this process, as long as it holds what is returned. The CPU is anybody's.
+
+    `who`: the node in words. DeviceError, naming the other node, for one that is taken.
+    """
+    held = []
+    for device in devices:
+        if device == CPU:
+            continue
+        path = _place() / f"{_name(device)}.lock"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            other = file.read().strip() or "another node"
+            file.close()
+            raise DeviceError(
+                f"{device} is used by {other}: give this node another GPU with --gpus, or stop that one"
+            ) from None
+        file.truncate(0)
+        file.write(who)
+        file.flush()
+        held.append(file)
+    return held
+
+
+def _place() -> Path:
+    return joined.root() / FOLDER
+
+
+def _name(device: str) -> str:
+    kind, _, index = device.partition(":")
+    return (
+        f"{kind}-{visible(int(index))}" if kind == "cuda" and index.isdecimal() else device.replace(":", "-")
+    )

@@ -1,0 +1,230 @@
+"""The processes of a node's lanes: starts and ends them, carries words between them and the core of lanes.
+
+Shell around `lanes.py`. To the daemon it is an engine like `reports.Solo`. Every lane has a process, a socket
+and a thread that listens to it; all else happens in the daemon's own thread. Called by `daemon.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from esnode import children, devices, events, laneevents, lanes, nodeoptions
+from esnode.lanestate import STARTING, name_of
+from esnode.lanewire import Loaded, Log, Pipe, Refused
+from esnode.nodeoptions import Options
+from protocol.entries import Entry
+from protocol.errors import UserError
+from protocol.lock import Lock
+
+PAUSE = 0.02  # seconds between looks while the daemon has nothing else to do
+
+
+class LanesFailed(UserError):
+    """No engine of this node can go on; the sentence says why."""
+
+
+@dataclass
+class _Process:
+    """A lane's process. `sentence`: its last words, if it refused."""
+
+    process: subprocess.Popen[bytes]
+    pipe: Pipe
+    sentence: str = ""
+
+
+class Fleet:
+    """Several engines as one, as the daemon's engine and workshop."""
+
+    def __init__(self, options: Options, lock: Lock, log: logging.Logger) -> None:
+        """Starts the processes; `wait_loaded` waits for them."""
+        self.wake: Callable[[], None] = lambda: None
+        self._options, self._lock, self._log = options, lock, log
+        self._plans = [devices.lane(spec) for spec in options.lanes]
+        self._heard: queue.SimpleQueue[tuple[int, _Process, Any]] = queue.SimpleQueue()
+        self._processes: dict[int, _Process] = {}
+        self._loaded: dict[int, Loaded] = {}
+        self._chain: Sequence[Entry] = ()
+        self._out: list[events.Event] = []
+        self._failed = ""
+        self._random = random.Random()
+        self._state, effects = lanes.new(tuple(plan.devices for plan in self._plans), lock.digest)
+        self._perform(effects)
+
+    # ------------------------------------------------------------ what a daemon wants of an engine
+
+    @property
+    def about(self) -> events.About:
+        """Who these lanes are together; a lane that was given up is not counted."""
+        loaded = [self._loaded[number] for number in sorted(self._loaded)]
+        first = loaded[0]
+        backends = dict.fromkeys(lane.backend for lane in loaded)
+        where = dict.fromkeys(lane.device for lane in loaded)
+        name, count = self._options.name, self._state.offered
+        words = "+".join(backends), "+".join(where)
+        return events.About(name, *words, first.selftest, first.fingerprint, first.versions, lanes=count)
+
+    def wait_loaded(self) -> None:
+        """Wait until no lane is loading for the first time; LanesFailed when none can."""
+        while not self._loaded or any(lane.phase == STARTING for lane in self._state.lanes):
+            time.sleep(PAUSE)
+            self.events(time.monotonic())
+
+    def digest(self) -> int:
+        """D of the base model, which every lane has compared with its own."""
+        return self._lock.digest
+
+    def rewind(self, entries: Sequence[Entry]) -> tuple[int, int]:
+        """Before the first event: the newest snapshot that fits this ledger: (entries reflected, D)."""
+        self.ask(events.Rewind(tuple(entries)), entries, 0)
+        others: list[events.Event] = []
+        while True:
+            found = self.events(time.monotonic())
+            others += [event for event in found if not isinstance(event, events.Rewound)]
+            for event in found:
+                if isinstance(event, events.Rewound):
+                    self._out = others
+                    return event.height, event.digest
+            time.sleep(PAUSE)
+
+    def ask(self, effect: events.Effect, chain: Sequence[Entry], upto: int) -> None:
+        """What the core wants. `chain`: its ledger; `upto`: entries reflected after an Apply."""
+        self._chain = chain
+        self._step(laneevents.Asked(time.monotonic(), effect, upto))
+
+    def events(self, now: float) -> list[events.Event]:
+        """What the core hears. LanesFailed, with a sentence, when no lane is left."""
+        while True:
+            try:
+                number, process, word = self._heard.get_nowait()
+            except queue.Empty:
+                break
+            if self._processes.get(number) is process:
+                self._hear(now, number, process, word)
+        self._step(laneevents.Clock(now))
+        if self._failed:
+            raise LanesFailed(self._failed)
+        found, self._out = self._out, []
+        return [replace(event, now=now) for event in found]
+
+    def close(self, wait: float = 0.0) -> bool:
+        """End the processes; nothing of value is in them."""
+        processes, self._processes = list(self._processes.values()), {}
+        for process in processes:
+            _end(process.process)
+        for process in processes:
+            process.process.wait()
+        return True
+
+    # ------------------------------------------------------------ around the core
+
+    def _step(self, event: laneevents.Event) -> None:
+        self._state, effects = lanes.step(self._state, event)
+        self._perform(effects)
+
+    def _perform(self, effects: Sequence[laneevents.Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case laneevents.Start(number):
+                    self._start(number)
+                case laneevents.Kill(number):
+                    self._kill(number)
+                case laneevents.Tell(number, what):
+                    self._tell(number, what)
+                case laneevents.GoBack(number, upto):
+                    self._tell(number, events.Rewind(tuple(self._chain[:upto])))
+                case laneevents.Advance(number, since, upto):
+                    self._tell(number, events.Apply(tuple(self._chain[since:upto])))
+                case laneevents.Answer(event):
+                    self._out.append(event)
+                case laneevents.Tidings(words):
+                    self._log.warning("%s", words)
+                case laneevents.Fail(sentence):
+                    self._failed = sentence
+
+    def _hear(self, now: float, number: int, process: _Process, word: Any) -> None:
+        match word:
+            case Loaded():
+                self._on_loaded(now, number, process, word)
+            case Log(level, text):
+                self._log.log(level, "%s: %s", name_of(self._state, number), text)
+            case Refused(sentence):
+                process.sentence = sentence
+            case None:
+                self._on_end(now, number, process)
+            case _:
+                self._step(laneevents.Said(now, number, word))
+
+    def _on_loaded(self, now: float, number: int, process: _Process, loaded: Loaded) -> None:
+        others = {other.selftest for k, other in self._loaded.items() if k != number}
+        if others and loaded.selftest not in others:
+            process.sentence = f"kernel {loaded.backend!r} computes other bits than those of the other lanes"
+            return self._kill(number)
+        self._loaded[number] = loaded
+        self._log.info("%s is ready: %s", name_of(self._state, number), loaded.backend)
+        self._step(laneevents.Up(now, number))
+
+    def _on_end(self, now: float, number: int, process: _Process) -> None:
+        _end(process.process)  # and its own children, which may outlive it
+        code = process.process.wait()
+        process.pipe.close()
+        del self._processes[number]
+        reason = process.sentence or children.meaning(code)
+        refused = bool(process.sentence)
+        self._step(laneevents.Died(now, number, reason, self._random.random(), refused))
+
+    # ------------------------------------------------------------ processes
+
+    def _start(self, number: int) -> None:
+        ours, theirs = socket.socketpair()
+        plan, count = self._plans[number], len(self._plans)
+        threads = plan.threads or max(1, self._options.threads // count)
+        words = nodeoptions.lane_words(self._options, threads, plan.backend)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "esnode.laneprocess", str(theirs.fileno()), *words],
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **children.importable(), **devices.surroundings(plan, threads)},
+            pass_fds=(theirs.fileno(),),
+            start_new_session=True,
+        )
+        theirs.close()
+        started = _Process(process, Pipe(ours))
+        self._processes[number] = started
+        threading.Thread(
+            target=self._listen, args=(number, started), name=f"lane {number}", daemon=True
+        ).start()
+
+    def _listen(self, number: int, process: _Process) -> None:
+        word: Any = 0
+        while word is not None:
+            word = process.pipe.receive()
+            self._heard.put((number, process, word))
+            self.wake()
+
+    def _kill(self, number: int) -> None:
+        if number in self._processes:
+            _end(self._processes[number].process)
+
+    def _tell(self, number: int, effect: events.Effect) -> None:
+        try:
+            self._processes[number].pipe.send(effect)
+        except OSError:  # it has gone, which its thread will say; or it takes nothing
+            self._kill(number)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """kill -9 of a lane and all it started; nothing of value is in them."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)

@@ -1,0 +1,111 @@
+"""The process of one lane: `python -m esnode.laneprocess DESCRIPTOR OPTION...`, options as for the daemon.
+
+Shell: an engine as a single node has it, which does what comes over a socket from the node and reports back.
+It ends with the node. A sentence that refuses goes to the node as it is (exit code 1), so does every line of
+log and every traceback (exit code 70). Started by `fleet.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+
+from esnode import nodeoptions, reports
+from esnode.enginethread import Broken, EngineThread
+from esnode.events import Progress
+from esnode.lanewire import Loaded, Log, Pipe, Refused
+from protocol.errors import UserError
+from protocol.messages import Unit
+
+EXIT_REFUSED, EXIT_BUG = 1, 70
+REPORT_SECONDS = 0.2
+
+
+class _ToNode(logging.Handler):
+    """Log lines go to the node."""
+
+    def __init__(self, pipe: Pipe) -> None:
+        super().__init__()
+        self._pipe = pipe
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._pipe.send(Log(record.levelno, self.format(record)))
+
+
+class LaneProcess:
+    """One engine and the connection to its node."""
+
+    def __init__(self, pipe: Pipe, options: nodeoptions.Options) -> None:
+        self._pipe = pipe
+        self._options = options
+        self._engine: EngineThread | None = None
+        self._wake = threading.Event()
+        self._told: dict[Unit, int] = {}
+        threading.Thread(target=self._listen, name="node", daemon=True).start()
+
+    def run(self) -> int:
+        """Load, then work until the node is gone; the exit code."""
+        options = self._options
+        lock = nodeoptions.read_lock(options.run)
+        workshop = nodeoptions.loader(options.loader)(options, lock)
+        nodeoptions.check_base(workshop.digest(), lock)
+        self._engine = EngineThread(workshop, self._wake.set)
+        about = workshop.about
+        self._pipe.send(
+            Loaded(about.backend, about.device, about.selftest, about.fingerprint, about.versions)
+        )
+        while True:
+            self._wake.wait(REPORT_SECONDS)
+            self._wake.clear()
+            self._tell_progress(self._engine)
+            for report in self._engine.reports():
+                if isinstance(report, Broken):
+                    self._pipe.send(Log(logging.ERROR, report.sentence or report.trace))
+                    return EXIT_BUG
+                self._pipe.send(reports.event_of(0.0, report))
+
+    def _tell_progress(self, engine: EngineThread) -> None:
+        now = dict(engine.progress)
+        for unit, thousandths in now.items():
+            if self._told.get(unit) != thousandths:
+                self._pipe.send(Progress(0.0, unit, thousandths))
+        self._told = now
+
+    def _listen(self) -> None:
+        """Do what the node asks. Its end is ours, also in the middle of anything."""
+        try:
+            while (effect := self._pipe.receive()) is not None:
+                assert self._engine is not None, "nothing is asked before the engine is there"
+                reports.ask(self._engine, effect)
+        except Exception:
+            self._pipe.send(Log(logging.ERROR, traceback.format_exc()))
+            os._exit(EXIT_BUG)
+        os._exit(0)
+
+
+def main() -> int:
+    """Run one lane."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the node, which ends us
+    pipe = Pipe(socket.socket(fileno=int(sys.argv[1])))
+    options = nodeoptions.parse(sys.argv[2:])
+    log = logging.getLogger(options.name)
+    log.setLevel(logging.DEBUG if os.environ.get("ESNODE_DEBUG") else logging.INFO)
+    logging.getLogger().addHandler(_ToNode(pipe))
+    try:
+        return LaneProcess(pipe, options).run()
+    except UserError as error:
+        pipe.send(Refused(str(error)))
+        return EXIT_REFUSED
+    except Exception:
+        pipe.send(Log(logging.ERROR, traceback.format_exc()))
+        return EXIT_BUG
+
+
+if __name__ == "__main__":
+    code = main()
+    os._exit(code)  # without the interpreter's end: torch takes seconds for it

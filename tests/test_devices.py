@@ -1,0 +1,86 @@
+"""GPUs and lanes that a user asks for, and the lock that keeps two nodes off one GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from esnode import devices
+from esnode.devices import DeviceError, Lane, lanes_of
+
+
+def gpus_here(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    import torch
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(count))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+
+def test_an_engine_for_every_gpu_or_group_and_the_cpu_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus_here(monkeypatch, 4)
+    assert lanes_of("all", None) == ("cuda:0", "cuda:1", "cuda:2", "cuda:3")
+    assert lanes_of("3,1", 1) == ("cuda:3", "cuda:1", "cpu")
+    assert lanes_of("all", None, group=2) == ("cuda:0+cuda:1", "cuda:2+cuda:3")
+    assert lanes_of(None, 2) == ("cpu", "cpu")
+    assert lanes_of(None, None) == lanes_of(None, 1) == (), "one engine in the node's own process"
+
+
+@pytest.mark.parametrize(
+    ("here", "asked", "words"),
+    [
+        (0, "all", "torch finds no CUDA device on this machine; leave --gpus out"),
+        (2, "7", "there is no GPU 7, the GPUs of this machine are 0 to 1"),
+        (1, "0,1", "there is no GPU 1, this machine has GPU 0 only"),
+        (2, "first", "write `all` or indices such as 0,1"),
+        (2, "1,1", "names a GPU twice"),
+    ],
+)
+def test_gpus_that_are_not_there(here: int, asked: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus_here(monkeypatch, here)
+    monkeypatch.setattr(devices.accelerators, "obstacle", lambda: None)
+    with pytest.raises(DeviceError, match=words):
+        lanes_of(asked, None)
+
+
+def test_no_driver_is_said_in_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus_here(monkeypatch, 0)
+    monkeypatch.setattr(
+        devices.accelerators, "obstacle", lambda: "an NVIDIA GPU is here, but no driver for it"
+    )
+    with pytest.raises(DeviceError, match="--gpus all: an NVIDIA GPU is here, but no driver"):
+        lanes_of("all", None)
+
+
+def test_groups_must_come_out_even(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus_here(monkeypatch, 3)
+    with pytest.raises(DeviceError, match="3 GPUs cannot be shared out in groups of 2"):
+        lanes_of("all", None, group=2)
+
+
+def test_a_lane_in_words() -> None:
+    assert devices.lane("cuda:0+cuda:1") == Lane(("cuda:0", "cuda:1"))
+    assert devices.lane("cpu/reference/2") == Lane(("cpu",), "reference", 2)
+    for wrong in ("", "cpu/reference/two", "cpu/a/1/b"):
+        with pytest.raises(DeviceError, match="write DEVICE"):
+            devices.lane(wrong)
+
+
+def test_a_lane_sees_its_own_gpus_only_of_those_its_node_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, 6,7")
+    around = devices.surroundings(devices.lane("cuda:2+cuda:1"), 3)
+    assert around["CUDA_VISIBLE_DEVICES"] == "7,6" and around["OMP_NUM_THREADS"] == "3"
+    assert devices.surroundings(devices.lane("cpu"), 1)["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_two_nodes_never_share_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ESNODE_DATA", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    held = devices.claim(["fake:0", "cpu"], "node a of the run in /runs/one (process 12)")
+    with pytest.raises(DeviceError, match="fake:0 is used by node a of the run in /runs/one"):
+        devices.claim(["fake:1", "fake:0"], "node b")
+    assert devices.claim(["fake:1", "cpu"], "node b"), "what was taken before the refusal is free again"
+    for file in held:
+        file.close()
+    assert devices.claim(["fake:0"], "node b")

@@ -1,0 +1,193 @@
+"""Several engine processes in one node, for real: killed, flipped, restarted; the run does not notice."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from protocol import ledger
+from tests.runs import Processes, make_folder, wait_for
+
+LANES = ("--lane", "cpu", "--lane", "cpu", "--loader", "tests.odd_lane:toy")
+
+
+def lane_pids(node: subprocess.Popen[bytes]) -> list[int]:
+    """The processes of a node's lanes, the oldest first."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                words = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if parent == node.pid and b"esnode.laneprocess" in words:
+                found.append(int(entry.name))
+    return sorted(found)
+
+
+def single_lane(folder: Path, **changes: object) -> int:
+    """D of the same run by one engine in one process."""
+    folder.mkdir()
+    make_folder(folder, ("n1",), **changes)  # type: ignore[arg-type]
+    with Processes(folder) as processes:
+        processes.coordinator()
+        processes.node("n1")
+        processes.wait_end()
+    return Processes(folder).final_digest()
+
+
+def units_of(processes: Processes) -> list[str]:
+    return [label for node in processes.status().get("nodes", ()) for label, _ in node["units"]]
+
+
+def test_two_lanes_a_kill_and_a_wrong_update_leave_the_run_unharmed(tmp_path: Path) -> None:
+    truth = single_lane(tmp_path / "one", rounds=5)
+    folder = tmp_path / "two"
+    folder.mkdir()
+    make_folder(folder, ("n1",), rounds=5)
+    (folder / "hold").touch()
+    with Processes(folder) as processes:
+        processes.coordinator()
+        node = processes.node("n1", *LANES)
+        wait_for(lambda: len(units_of(processes)) == 3)
+        assert processes.status()["nodes"][0]["lanes"] == 2
+        os.kill(lane_pids(node)[0], signal.SIGKILL)
+        wait_for(lambda: "has ended: killed by SIGKILL" in processes.words("n1"))
+        wait_for(lambda: processes.words("n1").count("is ready: toy") == 3)
+        (folder / "wrong").touch()
+        (folder / "hold").unlink()
+        processes.wait_end()
+        assert node.wait(20) == 0, processes.words("n1")
+        words = processes.words("n1")
+    assert "lanes differ after one update" in words
+    assert processes.final_digest() == truth
+    assert not ledger.read(folder / "run.ledger").problem
+
+
+@pytest.mark.slow  # pauses of half a minute in all
+def test_an_engine_that_never_comes_up_ends_the_node_with_a_sentence(tmp_path: Path) -> None:
+    make_folder(tmp_path, ("n1",))
+    (tmp_path / "die").touch()
+    with Processes(tmp_path) as processes:
+        processes.coordinator()
+        node = processes.node("n1", "--lane", "cpu", *LANES[4:])
+        assert node.wait(60) == 1
+        last = processes.words("n1").splitlines()[-1]
+    assert last.startswith("esnode: no engine of this node is left. lane 0 (cpu) is given up: it has ended 5")
+    assert "SIGABRT" in last
+
+
+def test_lanes_end_with_their_node(tmp_path: Path) -> None:
+    make_folder(tmp_path, ("n1",))
+    (tmp_path / "hold").touch()
+    with Processes(tmp_path) as processes:
+        processes.coordinator()
+        node = processes.node("n1", *LANES)
+        wait_for(lambda: units_of(processes))
+        pids = lane_pids(node)
+        assert len(pids) == 2
+        processes.kill("n1")
+        wait_for(lambda: not any(alive(pid) for pid in pids), 20)
+        node = processes.node("n1", *LANES)
+        wait_for(lambda: len(lane_pids(node)) == 2 and "returned" in processes.words("coordinator"))
+        pids, began = lane_pids(node), time.monotonic()
+        node.terminate()
+        assert node.wait(20) == 0 and time.monotonic() - began < 10
+        wait_for(lambda: not any(alive(pid) for pid in pids), 20)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+
+
+def test_two_nodes_told_to_use_one_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ESNODE_DATA", str(tmp_path / "data"))
+    make_folder(tmp_path, ("n1", "n2"))
+    (tmp_path / "hold").touch()
+    with Processes(tmp_path) as processes:
+        processes.coordinator()
+        processes.node("n1", "--lane", "fake:0", *LANES[4:])
+        wait_for(lambda: "is ready" in processes.words("n1"))
+        assert processes.node("n2", "--lane", "fake:1+fake:0", *LANES[4:]).wait(60) == 1
+        line = processes.words("n2").splitlines()[-1]
+    assert line.startswith("esnode: fake:0 is used by node n1 of the run in ")
+
+
+TINY = """
+[run]
+model = "{model}"
+task = "short-answers"
+repeatable = true
+[run.es]
+members = 6
+mirrored = true
+sigma = 0.0078125
+alpha = 0.0078125
+[run.prompts]
+per_round = 8
+[ops]
+rounds = 3
+eval_every = 3
+"""
+
+
+def tiny_run(folder: Path, model: Path) -> Processes:
+    """A run of a language model with random weights, one node admitted."""
+    from esnode import begin
+    from esnode.folder import RunFolder
+    from esnode.tell import silent
+
+    folder.mkdir()
+    plan = folder / "given.toml"
+    plan.write_text(TINY.format(model=model))
+    place = RunFolder(folder / "run")
+    place.path.mkdir()
+    begin.settle(place, begin.Request(out=place.path, plan=plan), silent)
+    begin.admit(place, ("n1",))
+    return Processes(place.path)
+
+
+def test_two_transformers_of_unlike_kernels_are_one_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One lane is killed within a unit, in the other a bit flips: the bits are those of a single lane."""
+    monkeypatch.setenv("ESNODE_CONFIG", str(tmp_path / "config"))
+    from tests import tiny
+
+    model = tiny.write(tmp_path / "model")
+    words = ("--run", "{}", "--name", "n1", "--threads", "1")
+    with tiny_run(tmp_path / "one", model) as single:
+        single.coordinator()
+        single.start("n1", "esnode.daemon", *[w.format(single.folder) for w in words])
+        single.wait_end()
+    with tiny_run(tmp_path / "two", model) as double:
+        double.coordinator()
+        lanes = ("--lane", "cpu/cpu", "--lane", "cpu/reference", "--loader", "tests.odd_lane:tiny")
+        (double.folder / "hold").touch()
+        node = double.start("n1", "esnode.daemon", *[w.format(double.folder) for w in words], *lanes)
+        wait_for(lambda: len(units_of(double)) == 3)
+        assert double.status()["nodes"][0]["backend"] == "cpu+reference"
+        os.kill(lane_pids(node)[0], signal.SIGKILL)
+        wait_for(lambda: "has ended: killed by SIGKILL" in double.words("n1"))
+        (double.folder / "flip").touch()
+        (double.folder / "hold").unlink()
+        wait_for(lambda: "changed in memory" in double.words("n1"))
+        double.wait_end()
+        assert node.wait(20) == 0, double.words("n1")
+        assert any(
+            "changed in memory" in line
+            for line in (double.folder / "coordinator.stderr").read_text().splitlines()
+        )
+    one, two = (ledger.read(run.folder / "run.ledger").chain for run in (single, double))
+    assert one.lock.run_id == two.lock.run_id
+    assert [entry.digest for entry in one.commits] == [entry.digest for entry in two.commits]
+    assert single.final_digest() == double.final_digest()
