@@ -1,6 +1,7 @@
 """Noise kernels on a GPU: against its memory, and against the way other implementations make theirs.
 
-    python benchmarks/gpu.py [--json FILE] [--weights 7e9] [--device cuda]
+    python benchmarks/gpu.py [--json FILE] [--weights 7e9] [--device cuda] [--shape 0.5b]
+    python benchmarks/gpu.py --docs FILE.json ...       put results into docs/benchmarks.md; measures nothing
 
 A float32 master and bf16 live weights in the tensor sizes of Qwen2.5-7B, cut to `--weights`. The floor of an
 operation is the time a device-to-device copy of the same number of bytes takes here. The peer's way: per
@@ -10,8 +11,9 @@ nothing.
 
 Keys of the JSON: `device`, `torch`, `triton`, `weights`, `members`; per operation (`perturb`, `restore`,
 `update`, `digest`) the median `seconds`, `floor_seconds`, and `peer_seconds` with `ratio` (peer / ours) where
-peers have such an operation; `round` with the share that is not generation in a round of `members` members of
-200 prompts times 512 tokens at `tokens_per_second`, which is given, not measured here.
+peers have such an operation; `streamed` with the same of a float32 master in pinned host memory, its floor
+being the link's; `round` with the share that is not generation in a round of `members` members of 200 prompts
+times 512 tokens at `tokens_per_second`, which is given, not measured here; `whole_round`: see `gpu_round.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +32,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # run from a checkout without installing
 
+from benchmarks import gpu_docs, gpu_round
+from esnode.hostmaster import HostMaster, Layout
 from esnode.kernels import Region, Slice, pick
+from esnode.kernels.streamed import StreamedKernels
 from protocol.seeds import tensor_key
 from protocol.shaping import MAX_SUM, Step
 
@@ -130,6 +135,26 @@ class Peer:
 BYTES = {"perturb": 6, "restore": 6, "update": 8, "digest": 4}  # read and written per weight
 
 
+def streamed(device: torch.device, count: int, members: int, repeats: int) -> dict[str, Any]:
+    """A master in host memory on its way through the device."""
+    host = HostMaster.create(Layout((("w", count),), torch.float32, bytes(32)), str(device))
+    master, live = host.views["w"].fill_(0.02), torch.empty(count, dtype=torch.bfloat16, device=device)
+    kernels = StreamedKernels(pick(str(device), "triton"), pick("cpu"), str(device), fold_on_device=True)
+    step = Step(tuple(range(members)), (1000,) * members, SHIFT, 0)
+    place = Region.whole(count)
+    buffer = torch.empty_like(master, device=device)
+    down = clock(device, lambda: buffer.copy_(master, non_blocking=True), repeats)
+    calls: dict[str, Callable[[], object]] = {
+        "perturb": lambda: kernels.perturb(master, live, 7, 1, place, SIGMA, 1),
+        "update": lambda: kernels.update(master, [step], 1, place),
+    }
+    timed = {  # the floor of an update too: a link works both ways at once
+        what: {"seconds": clock(device, call, repeats), "floor_seconds": down} for what, call in calls.items()
+    }
+    link = {"pinned": host.obstacle is None, "link_bytes_per_second": 4 * count / down}
+    return {"weights": count, **link, **timed}
+
+
 def measure(device: torch.device, weights: int, members: int, rate: float, repeats: int) -> dict[str, Any]:
     """Everything, as the JSON has it."""
     copied = copy_rate(device)
@@ -153,6 +178,7 @@ def measure(device: torch.device, weights: int, members: int, rate: float, repea
     other = members * found["perturb"]["seconds"] + found["update"]["seconds"] + found["restore"]["seconds"]
     found["round"] = {"tokens_per_second": rate, "generation_seconds": generation, "other_seconds": other}
     found["round"]["other_share"] = other / (other + generation)
+    found["streamed"] = streamed(device, min(weights, 10**9), members, repeats)
     return found
 
 
@@ -167,6 +193,13 @@ def show(found: dict[str, Any]) -> None:
     share = found["round"]
     work = f"{PROMPTS} prompts x {TOKENS} tokens at {share['tokens_per_second']:.0f} tokens/s (given)"
     print(f"a round of {work}: {share['other_share']:.1%} is not generation")
+    part = found["streamed"]
+    for operation in ("perturb", "update"):
+        row = part[operation]
+        floor = f"(the link alone {row['floor_seconds']:.3f} s)"
+        print(f"streamed {operation:8} of {part['weights'] / 1e9:.2f} G: {row['seconds']:.3f} s  {floor}")
+    if "whole_round" in found:
+        print(gpu_round.words(found["whole_round"]))
 
 
 @click.command(help="Measure the noise kernels on a GPU.")
@@ -177,11 +210,29 @@ def show(found: dict[str, Any]) -> None:
     "--rate", type=float, default=20_000, show_default=True, help="Tokens/s of the engine, for the share."
 )
 @click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True)
+@click.option("--shape", type=click.Choice(["none", *gpu_round.SHAPES]), default="0.5b", show_default=True)
+@click.option(
+    "--docs", multiple=True, type=click.Path(path_type=Path, exists=True), help="Put this JSON into the docs."
+)
 @click.option("--json", "to", type=click.Path(path_type=Path, dir_okay=False), help="Write JSON there.")
-def main(device: str, weights: float, members: int, rate: float, repeats: int, to: Path | None) -> None:
+def main(
+    device: str,
+    weights: float,
+    members: int,
+    rate: float,
+    repeats: int,
+    shape: str,
+    docs: tuple[Path, ...],
+    to: Path | None,
+) -> None:
+    if docs:
+        return gpu_docs.write([json.loads(path.read_text()) for path in docs])
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise click.ClickException("no CUDA or ROCm GPU in this machine; there is nothing to measure")
     found = measure(torch.device(device), int(weights), members, rate, repeats)
+    torch.cuda.empty_cache()
+    if shape != "none":
+        found["whole_round"] = gpu_round.measure(device, shape)
     show(found)
     if to is not None:
         to.write_text(json.dumps(found, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""`esnode bench node`: shares that add up, and a timeline in the format that Perfetto reads."""
+"""`esnode bench node`: shares that add up, a timeline that Perfetto reads; GPU results for the docs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from benchmarks import gpu_docs, gpu_round
 from esnode.bench import Timeline, round_seconds
 from esnode.cli.main import cli
 from tests import tiny
@@ -76,3 +77,32 @@ def test_a_timeline_keeps_what_failed() -> None:
         timeline.timed("engine", "generate", fails)()
     (event,) = [e for e in json.loads(timeline.as_trace())["traceEvents"] if e["ph"] == "X"]
     assert (event["name"], event["ts"]) == ("generate", 0) and event["dur"] >= 0
+
+
+def result(**changes: object) -> dict[str, object]:
+    row = {"seconds": 0.0071, "floor_seconds": 0.0058, "peer_seconds": 0.05, "ratio": 7.0}
+    part = {"weights": 10**9, "perturb": row, "update": row}
+    found = dict.fromkeys(("perturb", "restore", "update", "digest"), row)
+    return {
+        "device": "a card", "weights": 7e9, "members": 30, "torch": "2", "triton": "3", "streamed": part,
+        **found, **changes,
+    }  # fmt: skip
+
+
+def test_gpu_results_replace_the_table_and_nothing_else(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(gpu_docs.PAGE.read_text())
+    gpu_docs.write([result(), result(device="another")], page)
+    text = page.read_text()
+    assert "| a card, 7 G weights, N=30 | another, 7 G weights, N=30 |" in text
+    assert "7.1 ms, memory alone 5.8 ms, the usual way 0.05 s (7.0x)" in text
+    assert gpu_docs.MISSING not in text.partition(gpu_docs.FROM)[2].partition(gpu_docs.TO)[0]
+    gpu_docs.write([], page)
+    assert page.read_text() == gpu_docs.PAGE.read_text()
+
+
+def test_a_whole_round_is_measured_with_its_shares() -> None:
+    found = gpu_round.measure("cpu", "tiny")
+    assert set(found["seconds"]) == {"perturb", "damage", "generate", "apply"}
+    assert 0 < found["other_share"] < 1 and found["tokens_per_second"] > 0
+    assert "is not generation" in gpu_round.words(found)
