@@ -182,7 +182,7 @@ def connect(context: zmq.Context[Any], address: str, server: bytes, secret: byte
 
 def hello(lock: Lock, name: str) -> Hello:
     """A newcomer that holds the base model."""
-    kernel = ("none", "none", b"selftest", b"engine-1")
+    kernel = ("none", "none", b"selftest", (b"engine-1",))
     return Hello(1, 1, lock.law, lock.run_id, name, *kernel, 0, b"", lock.digest, 0, ())
 
 

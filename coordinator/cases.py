@@ -103,7 +103,10 @@ class Audits(msgspec.Struct, frozen=True):
 
     def wanting(self, key: bytes) -> list[Case]:
         """Cases that a result of this node might be a reference of."""
-        numbers = sorted({*self.hungry, *self.of.get(key, ())})
+        part = self.of.get(key)
+        if not part and not self.hungry:
+            return []
+        numbers = sorted({*self.hungry, *(part or ())})
         return [case for case in map(self.by_number.__getitem__, numbers) if not case.second]
 
     def begun(self, case: Case) -> Audits:

@@ -34,8 +34,8 @@ class Dispute(msgspec.Struct, frozen=True):
 class Proof(msgspec.Struct, frozen=True):
     """The words on D of one state, and what became of them."""
 
-    words: Mapping[bytes, int] = {}  # CURVE key -> D of its replica, its last word
-    measured: Mapping[int, int] = {}  # roster number -> D its accepted results were measured on
+    words: dict[bytes, int] = {}  # CURVE key -> D of its replica, its last word
+    measured: dict[int, int] = {}  # roster number -> D its accepted results were measured on
     since: float = 0.0  # when the first word came
     dispute: Dispute | None = None
     spotted: bool = False  # whether the lone node was asked for its random piece

@@ -44,11 +44,11 @@ def observe(turn: Turn, key: bytes, commits: int, digest: int) -> None:
         return
     if (before := turn.proof.words.get(key, digest)) != digest:  # one of the two was wrong
         _blame(turn, key, commits, f"it said digest {before:016x} of one state and then another")
-    proof = turn.proof
-    if proof.words.get(key) != digest:
-        since = proof.since if proof.words else turn.now
-        turn.set(proof=replace(proof, words={**proof.words, key: digest}, since=since))
-    if turn.digest == digest and proof.dispute is None:
+    if not turn.proof.words:
+        turn.set(proof=replace(turn.proof, since=turn.now))
+    if turn.proof.words.get(key) != digest:
+        turn.told().words[key] = digest
+    if turn.digest == digest and turn.proof.dispute is None:
         return  # one more who says what is settled: nothing to look through a thousand words for
     settle(turn)
 
@@ -66,7 +66,7 @@ def settle(turn: Turn) -> None:
     found = sides(proof.words, state.chain.digest)
     if len(found) > 1 and proof.dispute is None:
         _open(turn, found)
-    dispute = turn.state.proof.dispute
+    dispute = turn.proof.dispute
     if dispute is not None:
         won = [digest for digest in found if digest in dispute.confirmed]
         if len(won) > 1:
@@ -74,9 +74,9 @@ def settle(turn: Turn) -> None:
         if len(found) > 1 or (dispute.forced and not won):
             return _pursue(turn)
         _close(turn, dispute)
-    if turn.stopped or turn.state.digest is not None or len(found) != 1:
+    if turn.stopped or turn.digest is not None or len(found) != 1:
         return
-    verdict = claims.witnessed(turn.state.proof, turn.nodes, turn.round.number, turn.now)
+    verdict = claims.witnessed(turn.proof, turn.nodes, turn.round.number, turn.now)
     if verdict.ok:
         _learn(turn, next(iter(found)), verdict.reason)
 
@@ -85,17 +85,17 @@ def _learn(turn: Turn, digest: int, reason: str) -> None:
     """D is known. Whoever measured on another state measured for nothing."""
     turn.state = learn(turn.state, digest, reason)
     numbers = {number: key for key, number in turn.state.numbers.items()}
-    for number, other in turn.state.proof.measured.items():
+    for number, other in turn.proof.measured.items():
         if other != digest and number in numbers:
             reason = f"its rewards were measured on digest {other:016x}, the state has {digest:016x}"
-            _blame(turn, numbers[number], turn.state.chain.round, reason)
+            _blame(turn, numbers[number], turn.chain.round, reason)
 
 
 def on_tick(turn: Turn) -> None:
     """Time passes: questions are repeated, vanished nodes let go, a lone node is checked at random."""
     if turn.over or turn.state.round is None:
         return
-    if turn.state.proof.words or turn.state.proof.dispute:
+    if turn.proof.words or turn.proof.dispute:
         settle(turn)
     if not turn.over:
         _spot_check(turn)
@@ -149,8 +149,8 @@ def _pursue(turn: Turn) -> None:
 
 def _let_go(turn: Turn) -> None:
     """Forget the words of nodes that are gone or never answer; then agreement alone proves nothing."""
-    for key in turn.state.proof.words:
-        proof = turn.state.proof
+    for key in turn.proof.words:
+        proof = turn.proof
         dispute = proof.dispute
         assert dispute is not None
         node = turn.nodes.get(key)
@@ -166,7 +166,7 @@ def _let_go(turn: Turn) -> None:
 
 def _ask(turn: Turn, key: bytes, *, alone: bool) -> None:
     """Put the next question to a node, at most every few seconds."""
-    dispute = turn.state.proof.dispute
+    dispute = turn.proof.dispute
     assert dispute is not None
     first, last = dispute.asked.get(key, (turn.now, -ASK_AGAIN))
     if turn.now - last < ASK_AGAIN:
@@ -196,14 +196,14 @@ def _reason(turn: Turn, key: bytes) -> str:
 
 
 def _update(turn: Turn, **changes: Any) -> None:
-    proof = turn.state.proof
+    proof = turn.proof
     assert proof.dispute is not None
     turn.set(proof=replace(proof, dispute=replace(proof.dispute, **changes)))
 
 
 def _ask_at_once(turn: Turn, key: bytes) -> None:
     """The next question to this node need not wait: it has answered the last one."""
-    dispute = turn.state.proof.dispute
+    dispute = turn.proof.dispute
     assert dispute is not None
     _update(turn, asked={other: when for other, when in dispute.asked.items() if other != key})
 
@@ -213,7 +213,7 @@ def _ask_at_once(turn: Turn, key: bytes) -> None:
 
 def on_digests(turn: Turn, peer: bytes, message: TensorDigests) -> None:
     """Digests of a node's pieces: with those of another side they locate the difference."""
-    dispute = turn.state.proof.dispute
+    dispute = turn.proof.dispute
     total = len(pieces_of(turn.lock))
     if dispute is None or message.commits != dispute.commits or message.total != total:
         return
@@ -224,7 +224,7 @@ def on_digests(turn: Turn, peer: bytes, message: TensorDigests) -> None:
     _update(turn, digests={**dispute.digests, peer: held})
     _ask_at_once(turn, peer)
     if len(held) == total:
-        proof = turn.state.proof
+        proof = turn.proof
         turn.set(proof=replace(proof, words={**proof.words, peer: sum(held) % _U64}))  # read afresh
         _locate(turn, total)
     settle(turn)
@@ -232,7 +232,7 @@ def on_digests(turn: Turn, peer: bytes, message: TensorDigests) -> None:
 
 def _locate(turn: Turn, total: int) -> None:
     """Find the pieces in which two sides differ, once both have told all of theirs."""
-    proof = turn.state.proof
+    proof = turn.proof
     dispute = proof.dispute
     assert dispute is not None
     whole = {proof.words[key]: row for key, row in dispute.digests.items() if len(row) == total}
@@ -263,7 +263,7 @@ def on_rederived(turn: Turn, peer: bytes, message: Rederived) -> None:
     rows = zip(where or ["its whole master"], message.held, message.derived, strict=False)
     wrong = [f"{what} held {a:016x}, replay gives {b:016x}" for what, a, b in rows if a != b]
     _blame(turn, peer, message.commits, "; ".join(wrong[:2]) + f" ({message.by})")
-    proof = turn.state.proof
+    proof = turn.proof
     dispute = proof.dispute or Dispute(message.commits, turn.now, forced=True)
     supports = message.digest in sides(
         {key: digest for key, digest in proof.words.items() if key != peer}, state.chain.digest
@@ -281,7 +281,7 @@ def on_rederived(turn: Turn, peer: bytes, message: Rederived) -> None:
     )
     words = {**proof.words, peer: message.digest}
     turn.set(proof=replace(proof, words=words, dispute=dispute))
-    if turn.state.chain.digest is None:
+    if turn.chain.digest is None:
         turn.set(digest=None)
     settle(turn)
 
@@ -301,7 +301,7 @@ def _misfit(turn: Turn, message: Rederived) -> str:
 
 
 def _confirmed(turn: Turn, peer: bytes, message: Rederived) -> None:
-    proof, name = turn.state.proof, turn.nodes[peer].name
+    proof, name = turn.proof, turn.nodes[peer].name
     turn.count("pieces confirmed by replay", times=max(len(message.pieces), 1))
     if proof.dispute is None:
         return
@@ -345,7 +345,7 @@ def _send_away(turn: Turn, key: bytes, reason: str) -> None:
 
 def _close(turn: Turn, dispute: Dispute) -> None:
     """All agree again."""
-    turn.set(proof=replace(turn.state.proof, dispute=None))
+    turn.set(proof=replace(turn.proof, dispute=None))
     turn.note("dispute", round=dispute.commits, what="settled", seconds=turn.now - dispute.opened)
     for key, answer in dispute.answers.items():
         if answer.contradicted and answer.held == answer.derived:

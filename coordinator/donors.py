@@ -146,13 +146,13 @@ def shunned(peer: Peer) -> str:
 
 def announce(turn: Turn) -> None:
     """How often snapshots are due or where the relay is has changed."""
-    turn.broadcast(Snapshots(turn.state.ops.snapshot_every, turn.state.relay))
+    turn.broadcast(Snapshots(turn.ops.snapshot_every, turn.state.relay))
 
 
 def _on_reach(turn: Turn, key: bytes, message: Reach) -> None:
     before = turn.state.peers.get(key)
     _put(turn, key, replace(before or Peer(), addresses=message.addresses))
-    turn.send(key, Snapshots(turn.state.ops.snapshot_every, turn.state.relay))
+    turn.send(key, Snapshots(turn.ops.snapshot_every, turn.state.relay))
     near = neighbours(turn.state, key)
     if near:
         turn.send(key, Neighbours(near))

@@ -149,7 +149,7 @@ def _on_started(turn: Turn, event: Started) -> None:
 
 
 def _on_ops(turn: Turn, event: OpsChanged) -> None:
-    changed = event.ops.snapshot_every != turn.state.ops.snapshot_every
+    changed = event.ops.snapshot_every != turn.ops.snapshot_every
     turn.set(ops=event.ops)
     if changed:
         donors.announce(turn)
@@ -164,7 +164,7 @@ def _on_ops(turn: Turn, event: OpsChanged) -> None:
 
 
 def _on_tick(turn: Turn) -> None:
-    if turn.state.lineage.waiting:
+    if turn.lineage.waiting:
         succession.weigh_shown(turn)
         return None if turn.stopped else succession.on_tick(turn)
     if turn.state.ending is not None:
@@ -236,7 +236,7 @@ def _on_message(turn: Turn, peer: bytes, message: Message) -> None:
         return turn.send(peer, Bye(_goodbye(turn, node.left)))
     turn.set_node(replace(node, heard=turn.now))
     handler = _HANDLERS.get(type(message))
-    if turn.state.lineage.waiting and isinstance(message, Result | Failed):
+    if turn.lineage.waiting and isinstance(message, Result | Failed):
         return  # not before this successor begins; the node says it again
     if handler is not None:
         handler(turn, peer, message)

@@ -52,7 +52,7 @@ def on_enrol(turn: Turn, peer: bytes, message: Enrol) -> None:
 
 def on_invite_made(turn: Turn, event: InviteMade) -> None:
     """Open an invite; one whose key is known changes nothing."""
-    invites = turn.state.guests.invites
+    invites = turn.guests.invites
     if event.key in invites or len(invites) >= enrolment.MAX_INVITES:
         return
     _record(turn, InviteOpened(len(invites) + 1, event.key, event.expires, event.uses))
@@ -63,7 +63,7 @@ def on_allowed(turn: Turn, event: NodeAllowed) -> None:
 
     One that was revoked gets a new roster number when it says Hello.
     """
-    guests = turn.state.guests
+    guests = turn.guests
     if event.key in turn.state.quarantined and event.key in guests.allowed:
         return _let_out(turn, event.key, guests.allowed[event.key])
     if event.key in guests.allowed or event.key in guests.invites:
@@ -84,7 +84,7 @@ def _let_out(turn: Turn, key: bytes, name: str) -> None:
 
 def on_revoked(turn: Turn, event: NodeRevoked) -> None:
     """Take a key off the list: its work goes to others, it is told, and the ledger will say so."""
-    guests, key = turn.state.guests, event.key
+    guests, key = turn.guests, event.key
     name = guests.allowed.get(key)
     if name is None:
         if key in guests.invites and not guests.invites[key].closed:
@@ -108,7 +108,7 @@ def on_revoked(turn: Turn, event: NodeRevoked) -> None:
 
 def _record(turn: Turn, record: enrolment.GuestRecord) -> None:
     turn.persist(record)
-    turn.set(guests=enrolment.fold(turn.state.guests, record))
+    turn.set(guests=enrolment.fold(turn.guests, record))
 
 
 # ---------------------------------------------------------------- the ledger's roster

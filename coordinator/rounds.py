@@ -1,8 +1,7 @@
 """One round: what is measured, what is missing, which results count, when it closes and with which commit.
 
-Pure. Lives here: `Cells` (the chunks of one member, or of the held-out probe), `Round`, and the decisions
-about them, each a function that also says why. Who works on what is `leases.py`'s business. Called by
-`machine.py`.
+Pure. Lives here: the decisions about a `Round` and its `Cells` (`cells.py`), each a function that also says
+why, and every change of them. Who works on what is `leases.py`'s business. Called by `machine.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import math
 import msgspec
 from msgspec.structs import replace
 
-from coordinator.row import Row
+from coordinator.cells import MEMBER, Cells, Round, free_of
 from protocol.chain import Chain
 from protocol.entries import COMPLETE, QUORUM, CommitBody, EntryKind, MemberReward, ScoreBody
 from protocol.lock import Lock
@@ -21,71 +20,13 @@ from protocol.messages import Kind, Result, Unit
 from protocol.plan import Ops
 from protocol.seeds import member_seed
 
+__all__ = ["Cells", "Round", "free_of"]
+
 NOBODY = -1
 FAILURES_TO_VOID = 3
 NODES_TO_VOID = 3  # where so many could try
 MIN_MEMBERS = 2
 GRACE = 0.25  # of the time the quorum took: how long the rest of a round is waited for
-
-
-class Cells(msgspec.Struct, frozen=True):
-    """The chunks of one member or of the probe. All tuples have one element per chunk."""
-
-    sums: tuple[float | None, ...]
-    evaluators: tuple[int, ...]  # roster numbers, NOBODY where the sum is missing
-    leases: tuple[int, ...]  # how many nodes hold a unit with this chunk
-    correct: int = 0
-    failures: tuple[int, ...] = ()  # roster number of each failure
-    reason: str = ""  # of the last failure
-    void: str = ""  # why nobody can evaluate it; "" while it can
-
-    @property
-    def complete(self) -> bool:
-        return None not in self.sums
-
-    @property
-    def settled(self) -> bool:
-        """Nothing more is expected of it."""
-        return bool(self.void) or self.complete
-
-    @property
-    def free(self) -> int:
-        """Chunks that are missing and that nobody works on."""
-        if self.void:
-            return 0
-        return list(zip(self.sums, self.leases, strict=True)).count((None, 0))
-
-
-class Round(msgspec.Struct, frozen=True):
-    """The open round. `parent` is the hash of the entry that made the state it is measured on."""
-
-    number: int
-    parent: bytes
-    members: Row[Cells]  # empty in the final round, which only holds a probe
-    probe: Cells | None  # None: nothing (more) to measure on held-out prompts
-    opened: float
-    unsettled: int  # members that are neither complete nor void
-    free: int  # member chunks that are missing and that nobody works on
-    cursor: int = 0  # no member below it has free chunks
-    quorum: float | None = None  # when the plan's quorum was in
-
-    @property
-    def final(self) -> bool:
-        """All commits are made; only the last probe and the END entry are missing."""
-        return not self.members
-
-    def cells(self, unit: Unit) -> Cells | None:
-        """What the unit is about; None when this round has no such member or chunks."""
-        if unit.kind == Kind.PROBE:
-            found = self.probe if unit.member == 0 else None
-        else:
-            found = self.members[unit.member] if unit.member < len(self.members) else None
-        return found if found is not None and unit.first <= unit.last < len(found.sums) else None
-
-    def needs(self, unit: Unit) -> bool:
-        """Whether a result of this unit would still change something."""
-        cells = self.cells(unit) if unit.round == self.number else None
-        return cells is not None and not cells.void and None in cells.sums[unit.first : unit.last + 1]
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -125,7 +66,7 @@ def open_round(chain: Chain, ops: Ops, now: float) -> Round:
     due = probe_due(lock, ops, number)[0] and not scored
     probe = _empty(lock.chunk_count(Kind.PROBE)) if due else None
     parent = start.hash
-    return Round(number, parent, Row((_empty(width),) * count), probe, now, count, count * width)
+    return Round(number, parent, [_empty(width)] * count, probe, now, count, count * width)
 
 
 def probe_due(lock: Lock, ops: Ops, number: int) -> tuple[bool, str]:
@@ -141,7 +82,7 @@ def probe_due(lock: Lock, ops: Ops, number: int) -> tuple[bool, str]:
 
 
 def _empty(chunks: int) -> Cells:
-    return Cells((None,) * chunks, (NOBODY,) * chunks, (0,) * chunks)
+    return Cells((None,) * chunks, (NOBODY,) * chunks, (0,) * chunks, chunks)
 
 
 # ---------------------------------------------------------------- changing one member's cells
@@ -149,21 +90,24 @@ def _empty(chunks: int) -> Cells:
 
 def put(round: Round, unit: Unit, cells: Cells) -> Round:
     """The round with new cells for the unit's member or probe; the counters follow."""
-    if unit.kind == Kind.PROBE:
-        return replace(round, probe=cells)
-    k, old = unit.member, round.members[unit.member]
-    members = round.members.put(k, cells)
-    before, after = old.free, cells.free
-    cursor = min(round.cursor, k) if after else round.cursor
-    if cursor == k and not after:
-        cursor = next((m for m in range(k + 1, len(members)) if members[m].free), len(members))
-    return replace(
-        round,
-        members=members,
-        unsettled=round.unsettled + old.settled - cells.settled,
-        free=round.free + after - before,
-        cursor=cursor,
-    )
+    if not round.draft:
+        changed = put(round.drafted(), unit, cells)
+        changed.draft = False
+        return changed
+    if unit.kind != MEMBER:
+        round.probe = cells
+        return round
+    k, members = unit.member, round.members
+    old, members[k] = members[k], cells
+    if cells.sums is not old.sums or cells.void != old.void:
+        round.unsettled += old.settled - cells.settled
+    round.free += cells.free - old.free
+    if cells.free:
+        if k < round.cursor:
+            round.cursor = k
+    elif k == round.cursor:
+        round.cursor = next((m for m in range(k + 1, len(members)) if members[m].free), len(members))
+    return round
 
 
 def lease(round: Round, unit: Unit, change: int) -> Round:
@@ -171,10 +115,12 @@ def lease(round: Round, unit: Unit, change: int) -> Round:
     cells = round.cells(unit)
     if cells is None:
         return round
-    first, end = unit.first, unit.last + 1
-    held = tuple([n + change for n in cells.leases[first:end]])
-    counts = cells.leases[:first] + held + cells.leases[end:]
-    return put(round, unit, replace(cells, leases=counts))
+    free, leases = cells.free, list(cells.leases)
+    for k in range(unit.first, unit.last + 1):
+        held = leases[k] = leases[k] + change
+        if held == max(change, 0) and cells.sums[k] is None and not cells.void:
+            free -= change
+    return put(round, unit, replace(cells, leases=tuple(leases), free=free))
 
 
 def fill(round: Round, evaluator: int, result: Result, released: int = 0) -> Round:
@@ -185,14 +131,17 @@ def fill(round: Round, evaluator: int, result: Result, released: int = 0) -> Rou
     cells = round.cells(result.unit) if result.unit.round == round.number else None
     if cells is None or len(result.sums) != result.unit.last - result.unit.first + 1:
         return round
-    sums, by, leases = list(cells.sums), list(cells.evaluators), list(cells.leases)
+    sums, by, leases, free = list(cells.sums), list(cells.evaluators), list(cells.leases), cells.free
     new = False
     for k, value in enumerate(result.sums, result.unit.first):
-        leases[k] -= released
         if sums[k] is None:
             sums[k], by[k], new = value, evaluator, True
+            free -= not leases[k] and not cells.void
+        leases[k] -= released
     correct = cells.correct + result.correct if new else cells.correct
-    filled = replace(cells, sums=tuple(sums), evaluators=tuple(by), leases=tuple(leases), correct=correct)
+    filled = Cells(
+        tuple(sums), tuple(by), tuple(leases), free, correct, cells.failures, cells.reason, cells.void
+    )
     return put(round, result.unit, filled)
 
 
@@ -204,11 +153,13 @@ def drop(round: Round, evaluator: int) -> Round:
             sums = tuple(None if out else s for out, s in zip(gone, cells.sums, strict=True))
             by = tuple(NOBODY if out else n for out, n in zip(gone, cells.evaluators, strict=True))
             unit = Unit(round.number, Kind.MEMBER, k, 0, 0)
-            round = put(round, unit, replace(cells, sums=sums, evaluators=by))
+            left = replace(cells, sums=sums, evaluators=by)
+            round = put(round, unit, replace(left, free=free_of(left)))
     probe = round.probe
     if probe is not None and evaluator in probe.evaluators:
         empty = _empty(len(probe.sums))
-        return replace(round, probe=replace(empty, leases=probe.leases, failures=probe.failures))
+        again = replace(empty, leases=probe.leases, failures=probe.failures)
+        return replace(round, probe=replace(again, free=free_of(again)))
     return round
 
 
@@ -222,7 +173,7 @@ def fail(round: Round, evaluator: int, unit: Unit, reason: str) -> Round:
 
 def forgive(round: Round) -> Round:
     """Forget all failures: a coordinator that starts gives every member a new chance, whatever was wrong."""
-    members = Row(replace(cells, failures=(), reason="") for cells in round.members)
+    members = [replace(cells, failures=(), reason="") for cells in round.members]
     probe = replace(round.probe, failures=(), reason="") if round.probe else None
     return replace(round, members=members, probe=probe)
 
@@ -247,14 +198,15 @@ def void(round: Round, unit: Unit, reason: str, mirrored: bool) -> Round:
     """Give the unit's member up, with its partner when the population is mirrored."""
     cells = round.cells(unit)
     assert cells is not None
-    round = put(round, unit, replace(cells, void=reason[:200]))
+    round = put(round, unit, replace(cells, void=reason[:200], free=0))
     if unit.kind == Kind.PROBE or not mirrored:
         return round
     partner = Unit(round.number, unit.kind, unit.member ^ 1, unit.first, unit.last)
     other = round.members[partner.member]
     if other.void:
         return round
-    return put(round, partner, replace(other, void=f"its mirrored partner {unit.member} is void"))
+    why = f"its mirrored partner {unit.member} is void"
+    return put(round, partner, replace(other, void=why, free=0))
 
 
 # ---------------------------------------------------------------- judging a result
@@ -266,12 +218,12 @@ def judge(lock: Lock, round: Round, result: Result) -> Verdict:
     Its digest is compared by the machine: two replicas may be in dispute.
     """
     unit = result.unit
-    if unit.round < round.number or (
-        unit.kind == Kind.PROBE and unit.round == round.number and not round.probe
-    ):
-        return Verdict("late", "the round is closed" if unit.round < round.number else "the probe is closed")
-    if unit.round > round.number:
+    if unit.round != round.number:
+        if unit.round < round.number:
+            return Verdict("late", "the round is closed")
         return Verdict("refused", f"round {unit.round} is not open")
+    if unit.kind != MEMBER and not round.probe:
+        return Verdict("late", "the probe is closed")
     cells = round.cells(unit)
     if cells is None:
         return Verdict("refused", "this round has no such member or chunks")
@@ -294,7 +246,7 @@ def _problem(lock: Lock, round: Round, result: Result) -> str:
     """What is wrong with a result for chunks this round has; "" for nothing."""
     unit = result.unit
     seed = 0
-    if unit.kind == Kind.MEMBER:
+    if unit.kind == MEMBER:
         seed = member_seed(lock.run_id, unit.round, unit.member, lock.mirrored)
     if result.parent != round.parent[:8]:
         return f"measured on state {result.parent.hex()}, the round's is {round.parent[:8].hex()}"
@@ -302,10 +254,11 @@ def _problem(lock: Lock, round: Round, result: Result) -> str:
         return f"seed {result.seed:016x} is not the rule's {seed:016x}"
     if len(result.sums) != unit.last - unit.first + 1:
         return f"{len(result.sums)} sums for {unit.last - unit.first + 1} chunks"
+    ranges = lock.sum_ranges[unit.kind]
     for k, value in enumerate(result.sums, unit.first):
-        size = lock.chunk_size(unit.kind, k)
-        if not lock.reward_ok(value, size):
-            low, high = lock.reward_low, lock.reward_high
+        low, high = ranges[k]
+        if not low <= value <= high or not math.isfinite(value):
+            size, low, high = lock.chunk_size(unit.kind, k), lock.reward_low, lock.reward_high
             return f"chunk {k}: sum {value} of {size} rewards, the task's range is {low} .. {high}"
     return ""
 

@@ -51,10 +51,10 @@ def next_term(state: State) -> int:
 
 def begin(turn: Turn, how: str) -> None:
     """At the start of a process: a successor begins to wait, or goes on waiting. `how`: "wait" or "force"."""
-    lineage = turn.state.lineage
+    lineage = turn.lineage
     if how and not lineage.waiting and not lineage.recovered:
         _record(turn, Recovery(False, turn.chain.height, turn.chain.signer))
-    if turn.state.lineage.waiting:
+    if turn.lineage.waiting:
         _set(turn, force=how == "force", since=turn.now)
         turn.note("succession", what="waits", reason=answered(turn.state).reason)
 
@@ -64,7 +64,7 @@ def begin(turn: Turn, how: str) -> None:
 
 def place(turn: Turn, peer: bytes, name: str, hello: Hello) -> Place:
     """Whether a node's terms and ledger go with mine, after adopting what is ahead."""
-    branch = turn.state.lineage.branches.get(peer)
+    branch = turn.lineage.branches.get(peer)
     heeded = _heed_term(turn, name, hello, branch)
     if heeded is not None:
         return heeded
@@ -128,7 +128,7 @@ def _yield_to(turn: Turn, claim: Claim, name: str) -> None:
     """Stop, without a Bye: the nodes go on looking for the other one."""
     _record(turn, TermSeen(claim.number))
     reason = (
-        f"another coordinator has taken {claim}: {name} answered it, this one is of term {turn.state.term}. "
+        f"another coordinator has taken {claim}: {name} answered it, this one is of term {turn.term}. "
         "Let that one work; to take over from it, stop it and start this one again"
     )
     turn.effects.append(Stop(reason, 1))
@@ -140,7 +140,7 @@ def _yield_to(turn: Turn, claim: Claim, name: str) -> None:
 
 def ask(turn: Turn, peer: bytes, height: int) -> None:
     """Ask a node for the entries by which its ledger of `height` entries differs from mine."""
-    question = turn.state.lineage.questions.get(peer)
+    question = turn.lineage.questions.get(peer)
     if question is None or height > question.height or question.first > turn.chain.height:
         first = min(turn.chain.height, height - 1)
         question = Question(first, 1, height, turn.now, float("-inf"))
@@ -156,7 +156,7 @@ def _send_question(turn: Turn, peer: bytes, question: Question) -> None:
 
 def on_entries(turn: Turn, peer: bytes, message: Entries) -> str:
     """Part of a node's ledger. Returns why the node is refused, "" if it is not."""
-    question = turn.state.lineage.questions.get(peer)
+    question = turn.lineage.questions.get(peer)
     if question is None or not message.entries:
         return ""
     try:
@@ -184,7 +184,7 @@ def on_entries(turn: Turn, peer: bytes, message: Entries) -> str:
         return ""
     _put(turn, "questions", peer, None)
     _put(turn, "branches", peer, branch)
-    if turn.state.lineage.waiting:
+    if turn.lineage.waiting:
         _judge(turn, peer, turn.allowed[peer], branch)  # now: this successor may begin any moment
     turn.send(peer, Rehello())  # its next Hello is judged by what it holds
     return ""
@@ -205,14 +205,14 @@ def _judge(turn: Turn, peer: bytes, name: str, branch: Chain) -> Place:
     chain = turn.chain
     shared = common(chain, branch)
     twice = next(filter(None, (signed_twice(chain, entry) for entry in branch.entries[shared:])), "")
-    if twice and shared >= turn.state.lineage.given:  # else the operator chose between the two
+    if twice and shared >= turn.lineage.given:  # else the operator chose between the two
         turn.stop(f"{name}: {twice}", 1)
         return UNCLEAR
-    if turn.state.lineage.waiting:
+    if turn.lineage.waiting:
         return UNCLEAR if twice else _weigh(turn, peer, name, branch, shared)
     if shared == chain.height:
         return _extend(turn, peer, name, branch, shared)
-    if shared <= turn.state.lineage.roots:
+    if shared <= turn.lineage.roots:
         _name_orphans(turn, name, branch, shared)
         return Place(True, f"its ledger leaves the run's at entry {shared}: it goes back there", shared)
     ours, theirs = chain.entries[shared], branch.entries[shared]
@@ -238,7 +238,7 @@ def _extend(turn: Turn, peer: bytes, name: str, branch: Chain, shared: int) -> P
 
 def _adopt(turn: Turn, name: str, branch: Chain, start: int) -> None:
     """Take a node's entries from `start` on into my chain, dropping the open round if one closes it."""
-    if branch.term >= turn.state.term:
+    if branch.term >= turn.term:
         _take_above(turn, branch.term)
     for height, entry in enumerate(branch.entries[start:], start):
         turn.persist(EntryAppended(height, entry.raw))
@@ -253,7 +253,7 @@ def _adopt(turn: Turn, name: str, branch: Chain, start: int) -> None:
 def forget(turn: Turn, peer: bytes) -> None:
     """The node's ledger is a beginning of mine again."""
     for what in ("questions", "branches"):
-        if peer in getattr(turn.state.lineage, what):
+        if peer in getattr(turn.lineage, what):
             _put(turn, what, peer, None)
 
 
@@ -262,7 +262,7 @@ def stray(turn: Turn, peer: bytes, height: int) -> None:
     node = turn.nodes[peer]
     if node.astray is None or node.astray >= turn.chain.height:
         return ask(turn, peer, height)
-    turn.send(peer, Return(turn.state.term, node.astray, turn.chain.entries[node.astray].raw))
+    turn.send(peer, Return(turn.term, node.astray, turn.chain.entries[node.astray].raw))
 
 
 # ---------------------------------------------------------------- a successor
@@ -283,7 +283,7 @@ def _weigh(turn: Turn, peer: bytes, name: str, branch: Chain, shared: int) -> Pl
 
 def on_tick(turn: Turn) -> None:
     """Begin as soon as those who did more than half of the recent work have answered."""
-    verdict, lineage = answered(turn.state), turn.state.lineage
+    verdict, lineage = answered(turn.state), turn.lineage
     waited = turn.now - lineage.since
     forced = lineage.force and waited >= FORCED_AFTER
     telling = any(turn.now - question.since < TOLD_WITHIN for question in lineage.questions.values())
@@ -296,7 +296,7 @@ def on_tick(turn: Turn) -> None:
     if turn.chain.ended:
         turn.set(ending=turn.now)
     turn.note("succession", what="begins", height=turn.chain.height, reason=verdict.reason, forced=forced)
-    for key, branch in turn.state.lineage.branches.items():
+    for key, branch in turn.lineage.branches.items():
         name = turn.state.allowed.get(key, key.hex()[:8])
         _name_orphans(turn, name, branch, common(turn.chain, branch))
 
@@ -327,7 +327,7 @@ def answered(state: State) -> Verdict:
 
 def weigh_shown(turn: Turn) -> None:
     """A ledger that was shown counts, whether or not its node has said Hello again."""
-    for peer, branch in turn.state.lineage.branches.items():
+    for peer, branch in turn.lineage.branches.items():
         if not turn.stopped and stronger(branch, turn.chain):
             _judge(turn, peer, turn.state.allowed.get(peer, peer.hex()[:8]), branch)
 
@@ -338,11 +338,11 @@ def weigh_shown(turn: Turn) -> None:
 def _name_orphans(turn: Turn, name: str, branch: Chain, shared: int) -> None:
     """Say, once, which entries this run goes on without."""
     left = branch.entries[shared:]
-    if not left or any(o.tip == branch.tip and o.name == name for o in turn.state.lineage.orphaned):
+    if not left or any(o.tip == branch.tip and o.name == name for o in turn.lineage.orphaned):
         return
     rounds = tuple(entry.round for entry in left if entry.kind is EntryKind.COMMIT)
     found = Orphaned(name, shared, branch.height - 1, rounds, branch.term, branch.tip)
-    _set(turn, orphaned=(*turn.state.lineage.orphaned, found)[-KEPT_ORPHANED:])
+    _set(turn, orphaned=(*turn.lineage.orphaned, found)[-KEPT_ORPHANED:])
     turn.note(
         "succession",
         what="leaves behind",
@@ -380,9 +380,9 @@ def _record(turn: Turn, record: Recovery | TermSeen) -> None:
 
 
 def _set(turn: Turn, **changes: Any) -> None:
-    turn.set(lineage=replace(turn.state.lineage, **changes))
+    turn.set(lineage=replace(turn.lineage, **changes))
 
 
 def _put(turn: Turn, what: str, peer: bytes, value: Question | Chain | None) -> None:
-    held = {key: kept for key, kept in getattr(turn.state.lineage, what).items() if key != peer}
+    held = {key: kept for key, kept in getattr(turn.lineage, what).items() if key != peer}
     _set(turn, **{what: held if value is None else {**held, peer: value}})

@@ -18,6 +18,7 @@ from coordinator.claims import Proof
 from coordinator.enrolment import Guests
 from coordinator.events import Effect, EntryAppended, Note, Persist, Record, Send, Stop
 from coordinator.leases import Pool
+from coordinator.lineage import Lineage
 from coordinator.membership import LOST_AFTER, Lease, Node, alive, holding
 from coordinator.rounds import Round
 from coordinator.state import State, adopt
@@ -28,6 +29,10 @@ from protocol.messages import Assign, Bye, Cancel, Commit, Message, Unit
 from protocol.plan import Ops
 
 LEASE_SECONDS = int(LOST_AFTER)
+_PIECES: tuple[str, ...] = ("lock", "ops", "guests", "chain", "term", "now", "started", "round", "digest")
+_PIECES += ("proof", "secret", "audits", "nodes", "pool", "alive", "looked", "lineage", "slip", "counters")
+_PIECES += ("refusals", "decisions")
+_ENDS = {"stopped", "ending", "lineage"}
 KEPT_REFUSALS = 20
 KEPT_DECISIONS = 30
 DECISIONS = frozenset({"membership", "lease", "failed", "void", "conflict", "quorum", "amend"})
@@ -36,141 +41,121 @@ DECISIONS = frozenset({"membership", "lease", "failed", "void", "conflict", "quo
 class Turn:
     """The state so far, and the effects so far of one event.
 
-    Nodes and the open round change several times per event: their changes gather here, on copies, and enter
-    the state when it is next read. What a result needs is read piece by piece (`chain`, `digest`, ...), so
-    that a batch of results copies the nodes once.
+    What handlers read piece by piece lies here as plain attributes, the fields of `State` of the same names;
+    only `set`, `set_node` and the assignment of a round change them. A round and the nodes change several
+    times per event: they gather in a draft and a copy of this turn's own, until the state is next asked for
+    as a whole. So a batch of results copies the pool once.
     """
 
+    lock: Lock
+    ops: Ops
+    guests: Guests
+    chain: Chain
+    term: int
+    now: float
+    started: bool
+    round: Round  # the open one; there is one from the first entry on
+    digest: int | None  # D of the open round's state, as far as anybody has said
+    proof: Proof  # what the nodes say of it
+    secret: bytes  # decides what is checked
+    audits: Audits
+    nodes: Mapping[bytes, Node]
+    pool: Pool
+    alive: tuple[int, ...]
+    looked: float
+    lineage: Lineage
+    slip: float
+    counters: Mapping[str, int]
+    refusals: tuple[str, ...]
+    decisions: tuple[tuple[float, str], ...]
+    stopped: bool
+    over: bool  # no more work is handed out
+
+    _state: State  # as it was when it was last asked for
+    _own: dict[bytes, Node] | None  # the nodes, once one of them has changed
+    _told: Proof | None
+
     def __init__(self, state: State) -> None:
-        self._state = state
-        self._nodes: dict[bytes, Node] | None = None  # a copy that differs from the state's
-        self._round: Round | None = None  # likewise
         self.effects: list[Effect] = []
+        self._changed: dict[str, Any] = {}
+        self.state = state
 
     @property
     def state(self) -> State:
         """The state with everything that has happened in this step."""
-        if self._nodes is not None:
-            self._state = replace(self._state, nodes=self._nodes)
-        if self._round is not None:
-            self._state = replace(self._state, round=self._round)
-        self._nodes = self._round = None
+        if self._own is not None:
+            self._changed["nodes"] = self._own
+            self._own = None
+        self._told = None
+        if self.round is not self._state.round:
+            self._changed["round"] = self.round
+            self.round.draft = False
+        if self._changed:
+            self._state = replace(self._state, **self._changed)
+            self._changed.clear()
         return self._state
 
     @state.setter
     def state(self, state: State) -> None:
-        self._state, self._nodes, self._round = state, None, None
+        self._state = state
+        self._own = self._told = None
+        self._changed.clear()
+        for name in _PIECES:
+            setattr(self, name, getattr(state, name))
+        self._judge_the_end()
 
-    @property
-    def now(self) -> float:
-        return self._state.now
-
-    @property
-    def lock(self) -> Lock:
-        return self._state.lock
-
-    @property
-    def chain(self) -> Chain:
-        return self._state.chain
-
-    @property
-    def nodes(self) -> Mapping[bytes, Node]:
-        return self._state.nodes if self._nodes is None else self._nodes
-
-    @property
-    def round(self) -> Round:
-        """The open round; there is one from the first entry on."""
-        found = self._round or self._state.round
-        assert found is not None
-        return found
-
-    @round.setter
-    def round(self, round: Round) -> None:
-        self._round = round
-
-    @property
-    def ops(self) -> Ops:
-        return self._state.ops
-
-    @property
-    def digest(self) -> int | None:
-        """D of the open round's state, as far as anybody has said."""
-        return self._state.digest
+    def _judge_the_end(self) -> None:
+        state = self._state
+        stopped, ending = (
+            self._changed.get("stopped", state.stopped),
+            self._changed.get("ending", state.ending),
+        )
+        self.stopped = bool(stopped)
+        self.over = self.stopped or ending is not None or self.lineage.waiting
 
     @property
     def allowed(self) -> Mapping[bytes, str]:
-        return self._state.allowed
-
-    @property
-    def guests(self) -> Guests:
-        return self._state.guests
-
-    @property
-    def term(self) -> int:
-        return self._state.term
-
-    @property
-    def pool(self) -> Pool:
-        return self._state.pool
-
-    @property
-    def looked(self) -> float:
-        return self._state.looked
-
-    @property
-    def alive(self) -> tuple[int, ...]:
-        return self._state.alive
-
-    @property
-    def started(self) -> bool:
-        return self._state.started
-
-    @property
-    def proof(self) -> Proof:
-        """What the nodes say of the open round's state."""
-        return self._state.proof
-
-    @property
-    def audits(self) -> Audits:
-        """Audits in the making."""
-        return self._state.audits
-
-    @property
-    def secret(self) -> bytes:
-        """Decides what is checked."""
-        return self._state.secret
+        return self.guests.allowed
 
     @property
     def signable(self) -> int | None:
         """D of the open round's state, where it is known and nobody disputes it."""
-        return None if self._state.proof.dispute else self._state.digest
-
-    @property
-    def stopped(self) -> bool:
-        return bool(self._state.stopped)
-
-    @property
-    def over(self) -> bool:
-        """No more work is handed out."""
-        state = self._state
-        return bool(state.stopped) or state.ending is not None or state.lineage.waiting
+        return None if self.proof.dispute else self.digest
 
     def set_clock(self, clock: float) -> None:
         """Time never goes back: after a clock that jumps back it goes on from where it was."""
-        state = self._state
-        if state.started and clock + state.slip == state.now:
+        if self.started and clock + self.slip == self.now:
             return
-        slip = max(state.slip, state.now - clock) if state.started else 0.0
+        slip = max(self.slip, self.now - clock) if self.started else 0.0
         self.set(now=clock + slip, slip=slip)
 
     def set(self, **changes: Any) -> None:
         """Change anything but nodes and the round."""
-        self._state = replace(self._state, **changes)
+        self._changed |= changes
+        for name, value in changes.items():
+            if name in _PIECES:
+                setattr(self, name, value)
+        if not _ENDS.isdisjoint(changes):
+            self._judge_the_end()
 
     def set_node(self, node: Node) -> None:
-        if self._nodes is None:
-            self._nodes = dict(self._state.nodes)
-        self._nodes[node.key] = node
+        if self._own is None:
+            self.nodes = self._own = dict(self.nodes)
+        self._own[node.key] = node
+
+    def told(self) -> Proof:
+        """The proof with tables of this turn's own, to be changed in place."""
+        if self.proof is not self._told:
+            proof = self.proof
+            own = replace(proof, words=dict(proof.words), measured=dict(proof.measured))
+            self.proof = self._told = self._changed["proof"] = own
+        return self._told
+
+    def draft(self) -> Round:
+        """The open round as this turn's own: `rounds` changes it in place."""
+        if not self.round.draft:
+            self.round = self.round.drafted()
+        return self.round
 
     # ------------------------------------------------------------ effects
 
@@ -200,13 +185,13 @@ class Turn:
             said = [f"{fields[name]}" for name in ("node", "what") if name in fields]
             said += [f"{name} {fields[name]}" for name in ("round", "member") if name in fields]
             words = f"{topic}: {' '.join(said)}" + f" ({fields['reason']})" * ("reason" in fields)
-            self.set(decisions=(*self._state.decisions, (self.now, words))[-KEPT_DECISIONS:])
+            self.set(decisions=(*self.decisions, (self.now, words))[-KEPT_DECISIONS:])
 
     def count(self, what: str, refusal: str = "", times: int = 1) -> None:
         """One more (or `times`) of `what` in status; a refusal is also kept in words."""
-        counters = dict(self._state.counters)
+        counters = dict(self.counters)
         counters[what] = counters.get(what, 0) + times
-        kept = (*self._state.refusals, refusal)[-KEPT_REFUSALS:] if refusal else self._state.refusals
+        kept = (*self.refusals, refusal)[-KEPT_REFUSALS:] if refusal else self.refusals
         self.set(counters=counters, refusals=kept)
 
     def stop(self, reason: str, code: int, bye: str = "") -> None:
@@ -269,7 +254,7 @@ class Turn:
         node, now = self.nodes[key], self.now
         leases = (*node.leases, Lease(unit, now, now, now))
         self.set_node(holding(replace(node, why=why), leases, now))
-        self.round = rounds.lease(self.round, unit, 1)
+        self.round = rounds.lease(self.draft(), unit, 1)
         self.send(key, Assign(unit, self.round.parent[:8], LEASE_SECONDS))
 
     def take(self, key: bytes, unit: Unit, tell: bool = False) -> Lease | None:
@@ -279,7 +264,7 @@ class Turn:
         if held is None:
             return None
         self.set_node(holding(node, kept, self.now))
-        self.round = rounds.lease(self.round, unit, -1)
+        self.round = rounds.lease(self.draft(), unit, -1)
         if tell:
             self.send(key, Cancel(unit))
         return held

@@ -90,22 +90,19 @@ def _accept(turn: Turn, peer: bytes, result: Result) -> None:
     turn.persist(ResultAccepted(node.number, result))
     before = turn.proof.measured.get(node.number)
     if before is None:
-        measured = {**turn.proof.measured, node.number: result.digest}
-        turn.set(proof=replace(turn.proof, measured=measured))
+        turn.told().measured[node.number] = result.digest
     elif before != result.digest:
         turn.state = measure(turn.state, node.number, result.digest)
     held, kept = membership.without(node.leases, unit)
-    turn.round = round = rounds.fill(turn.round, node.number, result, int(held is not None))
-    tally = replace(node.tally, accepted=node.tally.accepted + 1)
-    node = replace(node, applied=round.number, stalled=None, tally=tally)
-    node = membership.holding(node, kept, turn.now)
-    if held is not None:
-        node = replace(node, pace=membership.pace_after(node, held, turn.now))
-    turn.set_node(node)
+    turn.round = rounds.fill(turn.draft(), node.number, result, int(held is not None))
+    tally, number = replace(node.tally, accepted=node.tally.accepted + 1), turn.round.number
+    pace = membership.pace_after(node, held, turn.now) if held is not None else node.pace
+    node = replace(node, applied=number, stalled=None, tally=tally, pace=pace)
+    turn.set_node(membership.holding(node, kept, turn.now))
     turn.send(peer, Ack(unit, "ok"))
     turn.note(
         "unit",
-        round=unit.round,
+        round=number,
         kind=unit.kind,
         member=unit.member,
         first=unit.first,
@@ -117,11 +114,10 @@ def _accept(turn: Turn, peer: bytes, result: Result) -> None:
         floored=result.floored,
     )
     auditing.on_result(turn, peer, result)
-    round = turn.round
-    cells = round.cells(unit)
-    freed = _drop_useless(turn, unit.member) if cells and any(cells.leases) else []
+    cells = turn.round.cells(unit)
+    freed = _drop_useless(turn, unit.member) if cells and any(cells.leases) else ()
     close(turn)
-    assign(turn, None if turn.chain.round > round.number else [peer, *freed])
+    assign(turn, None if turn.round.number > number else (peer, *freed))
 
 
 def _drop_useless(turn: Turn, *members: int) -> list[bytes]:
@@ -244,6 +240,11 @@ def assign(turn: Turn, keys: Iterable[bytes] | None = None) -> None:
 
 def _feed(turn: Turn, hungry: list[bytes]) -> None:
     """Fresh work in turns, first for every lane, so that a unit waits at no node while a lane is idle."""
+    if len(hungry) == 1:
+        depth = membership.depth(turn.nodes[hungry[0]])
+        while len(turn.nodes[hungry[0]].leases) < depth and _give_next(turn, hungry[0]):
+            pass
+        return
     lanes = {key: turn.nodes[key].hello.lanes for key in hungry}
     for depth in range(1, max(lanes.values(), default=0) + 1):
         hungry = [
@@ -347,7 +348,7 @@ def reconcile(turn: Turn, peer: bytes, listed: dict[Unit, int]) -> None:
             if node.stalled:
                 continue  # its units are anybody's until it moves
             kept[unit] = Lease(unit, now, now, now, progress, sent=False)
-            turn.round = rounds.lease(turn.round, unit, 1)
+            turn.round = rounds.lease(turn.draft(), unit, 1)
         elif progress < 1000:  # a finished one only waits for its Ack
             turn.send(peer, Cancel(unit))
     order = {unit: k for k, unit in enumerate(listed)}
@@ -361,7 +362,7 @@ def _confirmed(turn: Turn, peer: bytes, lease: Lease, progress: int | None) -> L
     if progress is not None:
         return replace(lease, progress=progress, moved=now if progress != lease.progress else lease.moved)
     if not lease.sent:
-        turn.round = rounds.lease(turn.round, lease.unit, -1)
+        turn.round = rounds.lease(turn.draft(), lease.unit, -1)
         return None
     if now - lease.asked <= membership.RESEND_AFTER:
         return lease

@@ -174,6 +174,13 @@ class Lock:
         """Prompts in one chunk."""
         return self.chunks_of(kind)[index][1]
 
+    @cached_property
+    def sum_ranges(self) -> tuple[tuple[tuple[float, float], ...], ...]:
+        """(low, high) of every chunk's sum, by kind of unit: what `reward_ok` lets pass."""
+        return tuple(
+            tuple(self._range(count, 2.0**-40) for _, count in self.chunks_of(kind)) for kind in Kind
+        )
+
     def reward_ok(self, value: float, prompts: int = 1) -> bool:
         """Whether `value` can be the sum of `prompts` rewards of the declared range.
 
@@ -186,9 +193,12 @@ class Lock:
         return self._within(value, 1, 2.0**-39)
 
     def _within(self, value: float, prompts: int, allowance: float) -> bool:
-        slack = max(abs(self.reward_low), abs(self.reward_high)) * allowance
-        low, high = (self.reward_low - slack) * prompts, (self.reward_high + slack) * prompts
+        low, high = self._range(prompts, allowance)
         return math.isfinite(value) and low <= value <= high
+
+    def _range(self, prompts: int, allowance: float) -> tuple[float, float]:
+        slack = max(abs(self.reward_low), abs(self.reward_high)) * allowance
+        return (self.reward_low - slack) * prompts, (self.reward_high + slack) * prompts
 
     def __hash__(self) -> int:
         return int.from_bytes(self.run_id[:8], "little")

@@ -11,7 +11,6 @@ from msgspec.structs import asdict
 
 import coordinator.events as ce
 from coordinator import machine
-from coordinator.row import PAGE, Row
 from tests.actors import SimCoordinator
 from tests.sweep import of_seed
 
@@ -66,19 +65,3 @@ def test_a_batch_leaves_its_input_alone(monkeypatch: pytest.MonkeyPatch) -> None
     before = repr(picture(half))
     machine.fold(half, events[len(events) // 2 :])
     assert repr(picture(half)) == before
-
-
-def test_a_row_is_a_tuple_with_cheap_changes() -> None:
-    rng = random.Random(4)
-    for size in (0, 1, PAGE - 1, PAGE, PAGE + 1, 5 * PAGE):
-        plain = list(range(size))
-        row = Row(plain)
-        for _ in range(min(size, 20)):
-            k, before = rng.randrange(size), row
-            row = row.put(k, -k)
-            assert before[k] == plain[k], "the earlier row stays"
-            plain[k] = -k
-        assert list(row) == plain and len(row) == size and row[1:3] == tuple(plain[1:3])
-        assert row == Row(plain)
-    with pytest.raises(IndexError):
-        Row([1])[1]

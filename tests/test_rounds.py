@@ -88,25 +88,41 @@ def test_cells_fill_once_and_the_counters_follow() -> None:
     assert (whole.free, whole.unsettled) == (12, 3) and whole.members[2].complete
 
 
+def changed(lock: Lock, round: Round, unit: Unit, what: int, *, idle: bool, rare: bool) -> Round:
+    if what < 2:
+        return rounds.lease(round, unit, 1 if what or idle else -1)
+    if what == 2:
+        done = result(lock, unit, parent=round.parent)
+        return rounds.fill(round, unit.last % 2, done, int(not idle and unit.first % 2))
+    if what == 3:
+        return rounds.fail(round, 0, unit, "no")
+    if what == 4 and rare:
+        return rounds.void(round, unit, "why", mirrored=False)
+    return rounds.drop(round, 1) if rare else round
+
+
 def test_counters_equal_a_recount_whatever_happens() -> None:
+    """And a draft, which is changed in place, always is the value that is not."""
     lock, _, round = opened(members=6)
+    draft = round.drafted()
+    first_of_all = repr(round)
     rng = random.Random(1)
     for _ in range(400):
         first = rng.randrange(4)
         unit = member(rng.randrange(6), first, rng.randrange(first, 4))
-        what = rng.randrange(5)
-        if what < 2:
-            held = round.members[unit.member].leases[unit.first : unit.last + 1]
-            round = rounds.lease(round, unit, 1 if what or min(held) == 0 else -1)
-        elif what == 2:
-            round = rounds.fill(round, 0, result(lock, unit, parent=round.parent))
-        elif what == 3:
-            round = rounds.fail(round, 0, unit, "no")
-        elif rng.random() < 0.05:
-            round = rounds.void(round, unit, "why", mirrored=False)
+        what, rare = rng.randrange(6), rng.random() < 0.05
+        held = round.members[unit.member].leases[unit.first : unit.last + 1]
+
+        before, text, idle = round, repr(round), min(held) == 0
+        both = [changed(lock, one, unit, what, idle=idle, rare=rare) for one in (round, draft)]
+        round, draft = both
+        assert repr(before) == text, "a value stays"
+        assert draft.draft and replace(draft, draft=False) == round
+        assert all(cells.free == rounds.free_of(cells) for cells in round.members)
         assert round.free == sum(cells.free for cells in round.members)
         assert round.unsettled == sum(not cells.settled for cells in round.members)
         assert all(not cells.free for cells in round.members[: round.cursor])
+    assert repr(opened(members=6)[2]) == first_of_all
 
 
 # ---------------------------------------------------------------- judging
@@ -168,7 +184,7 @@ def test_a_probe_chunk_counts_its_correct_answers_once() -> None:
 def test_three_failures_on_three_nodes_where_there_are_so_many(
     failures: tuple[int, ...], nodes: int, others: int, void: bool
 ) -> None:
-    cells = Cells((None,), (rounds.NOBODY,), (0,), failures=failures, reason="boom")
+    cells = Cells((None,), (rounds.NOBODY,), (0,), 1, failures=failures, reason="boom")
     verdict, reason = rounds.void_verdict(cells, nodes, others)
     assert verdict is void and ("boom" in reason) is void
 
