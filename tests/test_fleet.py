@@ -156,6 +156,7 @@ def tiny_run(folder: Path, model: Path) -> Processes:
     return Processes(place.path)
 
 
+@pytest.mark.slow  # four loads of torch and a model
 def test_two_transformers_of_unlike_kernels_are_one_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
