@@ -148,7 +148,7 @@ class Daemon:
         if options.lanes:
             used = [device for spec in options.lanes for device in devices.lane(spec).devices]
             who = f"node {options.name} of the run in {options.run.resolve()} (process {os.getpid()})"
-            self._devices = devices.claim(used, who)
+            self._devices = devices.claim(tuple(dict.fromkeys(used)), who)
             workshop = Fleet(options, self._lock, self._log)
         else:
             workshop = nodeoptions.loader(options.loader)(options, self._lock)

@@ -33,18 +33,22 @@ class DeviceError(UserError):
     """A device cannot be used; the sentence says why."""
 
 
-def lanes_of(gpus: str | None, lanes: int | None, group: int = 1) -> tuple[str, ...]:
-    """The lanes that `--gpus` and `--lanes` ask for: GPUs, `group` of them together, then lanes on the CPU.
+def lanes_of(gpus: str | None, lanes: int | None, group: int = 1, per_gpu: int = 1) -> tuple[str, ...]:
+    """The lanes that `--gpus` and `--lanes` ask for: GPUs, `group` of them together or each `per_gpu` times,
+    then lanes on the CPU.
 
     Empty: one engine in the node's own process.
     """
     found: list[str] = []
+    if per_gpu > 1 and (gpus is None or group > 1):
+        which = "leave --tp out" if group > 1 else "say which with --gpus"
+        raise DeviceError(f"--engines-per-gpu {per_gpu}: several engines share one GPU each; {which}")
     if gpus is not None:
         indices = _indices(gpus, count(gpus))
         if len(indices) % group:
             raise DeviceError(f"--gpus {gpus}: {len(indices)} GPUs cannot be shared out in groups of {group}")
         cut = (indices[k : k + group] for k in range(0, len(indices), group))
-        found = ["+".join(f"cuda:{index}" for index in part) for part in cut]
+        found = ["+".join(f"cuda:{index}" for index in part) for part in cut for _ in range(per_gpu)]
     return (*found, *[CPU] * (lanes or 0)) if found or (lanes or 0) > 1 else ()
 
 

@@ -191,7 +191,8 @@ class Fleet:
         ours, theirs = socket.socketpair()
         plan, count = self._plans[number], len(self._plans)
         threads = plan.threads or max(1, self._options.threads // count)
-        words = nodeoptions.lane_words(self._options, threads, plan.backend)
+        sharing = sum(other.devices == plan.devices != (devices.CPU,) for other in self._plans)
+        words = nodeoptions.lane_words(self._options, threads, plan.backend, sharing)
         process = subprocess.Popen(
             [sys.executable, "-m", "esnode.laneprocess", str(theirs.fileno()), *words],
             stdin=subprocess.DEVNULL,

@@ -84,6 +84,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
     parser.add_argument("--peer-mbit", type=float, default=0.0, help="limit of serving; 0: the policy's")
     parser.add_argument("--catch-up", choices=("auto", "replay", "snapshot"), default="auto")
     parser.add_argument("--tp", type=int, default=0, help="ranks of the vLLM engine; 0: as few as fit")
+    parser.add_argument("--sharing", type=int, default=1, help="engines that the GPU is shared by")
     parser.add_argument("--master", choices=MASTERS, default=MASTERS[0], help="where the master lies")
     parser.add_argument(
         "--lane", action="append", default=[], metavar="DEVICE", help="an engine of its own; may be repeated"
@@ -106,13 +107,13 @@ def parse(arguments: Sequence[str] | None) -> Options:
         peer_port=found.peer_port,
         peer_mbit=found.peer_mbit,
         catch_up=found.catch_up,
-        wish=Wish(found.master, tp=found.tp),
+        wish=Wish(found.master, sharing=found.sharing, tp=found.tp),
         lanes=tuple(found.lane),
     )
 
 
-def lane_words(options: Options, threads: int, backend: str | None) -> list[str]:
-    """The command line of one lane of this node: what concerns the engine."""
+def lane_words(options: Options, threads: int, backend: str | None, sharing: int = 1) -> list[str]:
+    """The command line of one lane of this node: what concerns the engine. `sharing`: lanes on its GPU."""
     said = {
         "run": options.run,
         "name": options.name,
@@ -124,6 +125,7 @@ def lane_words(options: Options, threads: int, backend: str | None) -> list[str]
         "loader": options.loader,
         "master": options.wish.master,
         "tp": options.wish.tp or None,
+        "sharing": sharing if sharing > 1 else None,
     }
     return [word for name, value in said.items() if value is not None for word in (f"--{name}", str(value))]
 

@@ -27,6 +27,15 @@ def test_an_engine_for_every_gpu_or_group_and_the_cpu_beside_them(monkeypatch: p
     assert lanes_of(None, None) == lanes_of(None, 1) == (), "one engine in the node's own process"
 
 
+def test_several_engines_on_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus_here(monkeypatch, 2)
+    assert lanes_of("all", None, per_gpu=2) == ("cuda:0", "cuda:0", "cuda:1", "cuda:1")
+    with pytest.raises(DeviceError, match="say which with --gpus"):
+        lanes_of(None, 2, per_gpu=2)
+    with pytest.raises(DeviceError, match="leave --tp out"):
+        lanes_of("all", None, group=2, per_gpu=2)
+
+
 @pytest.mark.parametrize(
     ("here", "asked", "words"),
     [

@@ -6,8 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from esnode import memory, placement
+from esnode import memory, nodeoptions, placement
 from esnode.engines import transformers_engine
 from esnode.engines.interface import MemoryPlan
 from esnode.engines.wish import Wish
@@ -56,6 +57,16 @@ def test_a_cpu_keeps_its_master_in_the_process_unless_asked(monkeypatch: pytest.
     assert placement.settle(replace(PLAN, available=10 * GB), "cpu", Wish()).host == 0
     asked = placement.settle(PLAN, "cpu", Wish("host"))
     assert asked.total == PLAN.total and asked.host_available == 31 * GB >= asked.host
+
+
+def test_engines_that_share_a_gpu_plan_with_their_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70 * GB, 80 * GB))
+    assert memory.available("cuda") == 70 * GB
+    assert memory.available("cuda", sharing=2) == 40 * GB
+    options = nodeoptions.parse(["--run", "r", "--name", "a", "--sharing", "2"])
+    assert options.wish.sharing == 2
+    assert "--sharing" in nodeoptions.lane_words(options, 1, None, 2)
+    assert "--sharing" not in nodeoptions.lane_words(options, 1, None)
 
 
 def test_whoever_attaches_needs_no_memory_for_the_master(monkeypatch: pytest.MonkeyPatch) -> None:

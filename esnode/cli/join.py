@@ -36,6 +36,13 @@ import click
 )
 @click.option("--gpus", metavar="all|INDEX,...", help="Work on these GPUs, an engine on each.")
 @click.option(
+    "--engines-per-gpu",
+    type=click.IntRange(1, 8),
+    default=1,
+    metavar="N",
+    help="Engines on each GPU, for small models [default: 1].",
+)
+@click.option(
     "--lanes",
     type=click.IntRange(1, 32),
     metavar="N",
@@ -67,6 +74,7 @@ def join(
     name: str | None,
     threads: int | None,
     gpus: str | None,
+    engines_per_gpu: int,
     lanes: int | None,
     tp: int | None,
     task_code: Path | None,
@@ -96,7 +104,7 @@ def join(
     from esnode.nodeoptions import cores
 
     daemon.limit_threads(threads or cores())
-    chosen = devices.lanes_of(gpus, lanes, tp or 1)
+    chosen = devices.lanes_of(gpus, lanes, tp or 1, engines_per_gpu)
     request = joining.Request(
         invite=_text(invite), run=run_, data=data, name=name, model=model, task_code=task_code
     )

@@ -66,6 +66,13 @@ import click
 )
 @click.option("--gpus", metavar="all|INDEX,...", help="Work on these GPUs, an engine on each.")
 @click.option(
+    "--engines-per-gpu",
+    type=click.IntRange(1, 8),
+    default=1,
+    metavar="N",
+    help="Engines on each GPU, for small models [default: 1].",
+)
+@click.option(
     "--lanes",
     type=click.IntRange(1, 32),
     metavar="N",
@@ -76,6 +83,7 @@ def node(
     run_: Path,
     coordinator: tuple[str, ...],
     gpus: str | None,
+    engines_per_gpu: int,
     lanes: int | None,
     tp: int | None,
     **options: object,
@@ -95,7 +103,8 @@ def node(
     from esnode import daemon, devices
 
     words = ["--run", str(run_)]
-    words += [word for lane in devices.lanes_of(gpus, lanes, tp or 1) for word in ("--lane", lane)]
+    chosen = devices.lanes_of(gpus, lanes, tp or 1, engines_per_gpu)
+    words += [word for lane in chosen for word in ("--lane", lane)]
     words += ["--tp", str(tp)] if tp else []
     for address in coordinator:
         words += ["--coordinator", address]

@@ -56,7 +56,9 @@ def require_supported() -> str:
     return version
 
 
-def start(lock: Lock, folder: Path, kind: str, threads: int | None, ranks: int) -> LLMEngine:
+def start(
+    lock: Lock, folder: Path, kind: str, threads: int | None, ranks: int, sharing: int = 1
+) -> LLMEngine:
     """vLLM's engine with dummy weights: the real ones are written through the map."""
     _sweep()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the core in this process
@@ -87,6 +89,7 @@ def start(lock: Lock, folder: Path, kind: str, threads: int | None, ranks: int) 
     }
     if kind != "cpu":
         settings["kv_cache_memory_bytes"] = CACHE_BYTES[kind]
+        settings["gpu_memory_utilization"] = 0.9 / sharing  # as much must be free when it starts
     if ranks > 1:
         settings |= {
             "tensor_parallel_size": ranks,
