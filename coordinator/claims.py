@@ -14,6 +14,12 @@ from coordinator.membership import LOST_AFTER, READY, Node, Verdict, standing
 from protocol.messages import Rederived
 from protocol.pieces import pieces_of
 
+FAULTS_TO_LEAVE = 5  # after which a machine is not trusted any more, until its operator says so
+LEAST_PATIENCE = 60.0  # seconds a node has at least for an answer in a dispute, without any replay,
+MOST_PATIENCE = 1800.0  # and at most: nothing waits for ever
+SLOWER = 5.0  # than another node, or than usual, a replay may be
+PIECE_SECONDS = 0.005  # of one piece, round and member with the reference kernel on one core
+READ_SECONDS = 60.0  # to read a base model
 WITNESS_WAIT = 15.0  # seconds a round waits for a second node's word on D
 
 
@@ -28,6 +34,7 @@ class Dispute(msgspec.Struct, frozen=True):
     repaired: frozenset[bytes] = frozenset()  # who changed
     answers: Mapping[bytes, Rederived] = {}
     asked: Mapping[bytes, tuple[float, float]] = {}  # CURVE key -> when first and when last
+    took: float = 0.0  # seconds the slowest replay of this dispute took that was answered
     forced: bool = False  # agreement does not end it, only a confirmation by replay does
 
 
@@ -60,6 +67,50 @@ def sides(words: Mapping[bytes, int], stated: int | None) -> dict[int, list[byte
 def there(node: Node | None, now: float) -> bool:
     """Whether an answer can be expected of a node."""
     return node is not None and not node.left and now - node.heard <= LOST_AFTER
+
+
+def patience(state: Any, dispute: Dispute, key: bytes) -> float:
+    """Seconds until a node that has not answered holds the run up no longer.
+
+    Measured on those who have replayed the same, where somebody has; else from what replay usually takes: the
+    node's own last update for the whole master, the reference kernel for pieces.
+    """
+    replay = key in dispute.repaired or dispute.forced or not dispute.pieces
+    rounds, members = dispute.commits, state.lock.members
+    seconds = 0.0
+    if dispute.took:
+        seconds = dispute.took
+    elif replay and (dispute.forced or dispute.confirmed or dispute.repaired):
+        node = state.nodes.get(key)
+        seconds = READ_SECONDS + rounds * (node.ms if node is not None else 0) / 1000
+    elif dispute.pieces:
+        seconds = len(dispute.pieces) * rounds * members * PIECE_SECONDS
+    return min(LEAST_PATIENCE + SLOWER * seconds, MOST_PATIENCE)
+
+
+def barred(state: Any, key: bytes) -> str:
+    """Why a node is not let in after too many faults of its replica; "" when it is."""
+    fault = state.faults.get(key)
+    if fault is None or fault.count < FAULTS_TO_LEAVE:
+        return ""
+    return (
+        f"this node's replica was at fault {fault.count} times, the last time: {fault.reason}. Run `esnode "
+        "doctor` on it; then the coordinator's operator lets it in again with `esnode nodes allow`"
+    )
+
+
+def misfit(state: Any, message: Rederived) -> str:
+    """Why an answer is none that a node could give here; "" for one that it could."""
+    if not message.held:
+        return ""  # what it mended by itself
+    if any(piece >= len(pieces_of(state.lock)) for piece in message.pieces):
+        return "it replayed a piece that no model of this run has"
+    rows = (len(message.held), len(message.derived))
+    if rows != (max(len(message.pieces), 1),) * 2:
+        return f"{len(message.pieces)} pieces, {rows[0]} digests before the replay and {rows[1]} after it"
+    if message.contradicted and state.chain.digest_at(message.contradicted - 1) is None:
+        return f"it contradicts a digest after {message.contradicted - 1} rounds that no entry states"
+    return ""
 
 
 def witnessed(proof: Proof, nodes: Mapping[bytes, Node], round: int, now: float) -> Verdict:

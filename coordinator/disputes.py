@@ -10,13 +10,13 @@ confirmed never yields, and two confirmed sides stop the run. Nothing is signed 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from msgspec.structs import replace
 
-from coordinator import claims
-from coordinator.claims import Dispute, sides, there
+from coordinator import claims, standoff
+from coordinator.claims import FAULTS_TO_LEAVE, Dispute, sides, there
 from coordinator.events import FaultFound
 from coordinator.state import blame, learn
 from coordinator.turn import Turn
@@ -25,9 +25,7 @@ from protocol.pieces import pieces_of
 
 RUNNING_PIECES = 8  # re-derived at once; when more differ these tell who is at fault, a rebuild repairs
 ASK_AGAIN = 5.0  # seconds until an unanswered question is repeated
-PATIENCE = 1800.0  # and until the node is sent away: nothing waits for ever
 SPOT_EVERY = 4  # rounds between random checks of a node that is alone
-FAULTS_TO_LEAVE = 5  # repairs after which a machine is not trusted any more
 _U64 = 1 << 64
 
 # ---------------------------------------------------------------- words
@@ -70,7 +68,7 @@ def settle(turn: Turn) -> None:
     if dispute is not None:
         won = [digest for digest in found if digest in dispute.confirmed]
         if len(won) > 1:
-            return _stop_both(turn, dispute, won)
+            return _insist(turn, dispute, found, won)
         if len(found) > 1 or (dispute.forced and not won):
             return _pursue(turn)
         _close(turn, dispute)
@@ -79,6 +77,36 @@ def settle(turn: Turn) -> None:
     verdict = claims.witnessed(turn.proof, turn.nodes, turn.round.number, turn.now)
     if verdict.ok:
         _learn(turn, next(iter(found)), verdict.reason)
+
+
+def _insist(turn: Turn, dispute: Dispute, found: dict[int, list[bytes]], won: list[int]) -> None:
+    """Replay confirms more than one side: more replays, one side that is a single node's word, or the end."""
+    _let_go(turn)
+    todo = standoff.weigh(turn.state, dispute, found)
+    for key in todo.ask:
+        _ask(turn, key, alone=False)
+    for key in todo.out:
+        answer, held = dispute.answers[key], turn.proof.words[key]
+        what = f"it insists on digest {held:016x} after {dispute.commits} rounds ({answer.by})"
+        reason = f"{what}, replay on two other nodes gives another"
+        turn.count("nodes that insist alone", f"{turn.nodes[key].name}: {reason}")
+        _put_out(turn, key, reason)
+    if todo.out:
+        settle(turn)
+    elif not todo.ask and not todo.wait:
+        standoff.stop_both(turn, dispute, won)
+
+
+def _put_out(turn: Turn, key: bytes, reason: str) -> None:
+    """A node whose word holds the run up without need: its fault is counted, its word forgotten."""
+    _strike(turn, key, reason)
+    proof = turn.proof
+    dispute = proof.dispute
+    assert dispute is not None
+    words = {other: digest for other, digest in proof.words.items() if other != key}
+    said = set(words.values())
+    confirmed = {digest: name for digest, name in dispute.confirmed.items() if digest in said}
+    turn.set(proof=replace(proof, words=words, dispute=replace(dispute, confirmed=confirmed)))
 
 
 def _learn(turn: Turn, digest: int, reason: str) -> None:
@@ -124,7 +152,7 @@ def _open(turn: Turn, found: dict[int, list[bytes]]) -> None:
     turn.set(proof=replace(state.proof, dispute=dispute), digest=state.chain.digest)
     turn.count("disputes")
     for digest, keys in found.items():
-        who = ", ".join(_names(turn, keys)) or "the ledger"
+        who = ", ".join(standoff.names(turn, keys)) or "the ledger"
         turn.note("dispute", round=dispute.commits, what="opened", node=who, digest=f"{digest:016x}")
 
 
@@ -138,7 +166,7 @@ def _pursue(turn: Turn) -> None:
     open_sides = {digest: keys for digest, keys in found.items() if digest not in dispute.confirmed}
     won = [digest for digest in found if digest in dispute.confirmed]
     if won and not any(open_sides.values()) and state.chain.digest in open_sides:
-        return _stop_ledger(turn, dispute, won[0], state.chain.digest)
+        return standoff.stop_ledger(turn, dispute, won[0], state.chain.digest)
     alive = sum(bool(keys) for keys in found.values())
     for keys in open_sides.values():
         # one speaks for its side until one of them is found at fault
@@ -155,9 +183,9 @@ def _let_go(turn: Turn) -> None:
         assert dispute is not None
         node = turn.nodes.get(key)
         first, _ = dispute.asked.get(key, (turn.now, 0.0))
-        if there(node, turn.now) and turn.now - first > PATIENCE:
-            reason = f"it has not answered in a dispute for {PATIENCE:.0f} s"
-            _send_away(turn, key, reason)
+        limit = claims.patience(turn.state, dispute, key)
+        if there(node, turn.now) and turn.now - first > limit:
+            _strike(turn, key, f"it has not answered in a dispute for {limit:.0f} s")
             node = turn.nodes[key]
         if not there(node, turn.now) and proof.words[key] not in dispute.confirmed:
             words = {other: digest for other, digest in proof.words.items() if other != key}
@@ -191,7 +219,7 @@ def _reason(turn: Turn, key: bytes) -> str:
     state = turn.state
     mine = state.proof.words[key]
     others = [other for other, digest in state.proof.words.items() if digest != mine]
-    who = ", ".join(_names(turn, others)) or "the ledger"
+    who = ", ".join(standoff.names(turn, others)) or "the ledger"
     return f"after {state.chain.round} rounds this node has digest {mine:016x}, {who} another: replay decides"
 
 
@@ -201,11 +229,14 @@ def _update(turn: Turn, **changes: Any) -> None:
     turn.set(proof=replace(proof, dispute=replace(proof.dispute, **changes)))
 
 
-def _ask_at_once(turn: Turn, key: bytes) -> None:
-    """The next question to this node need not wait: it has answered the last one."""
+def _ask_at_once(turn: Turn, key: bytes, *, more: bool) -> None:
+    """The next question to this node need not wait. `more`: it is for the rest of the same answer."""
     dispute = turn.proof.dispute
     assert dispute is not None
-    _update(turn, asked={other: when for other, when in dispute.asked.items() if other != key})
+    asked = {other: when for other, when in dispute.asked.items() if other != key}
+    if more and key in dispute.asked:
+        asked[key] = (dispute.asked[key][0], turn.now - ASK_AGAIN)
+    _update(turn, asked=asked)
 
 
 # ---------------------------------------------------------------- answers
@@ -222,7 +253,7 @@ def on_digests(turn: Turn, peer: bytes, message: TensorDigests) -> None:
         return
     held += message.digests
     _update(turn, digests={**dispute.digests, peer: held})
-    _ask_at_once(turn, peer)
+    _ask_at_once(turn, peer, more=len(held) < total)
     if len(held) == total:
         proof = turn.proof
         turn.set(proof=replace(proof, words={**proof.words, peer: sum(held) % _U64}))  # read afresh
@@ -249,7 +280,7 @@ def on_rederived(turn: Turn, peer: bytes, message: Rederived) -> None:
     """What replay gave a node: whoever changes was at fault."""
     state = turn.state
     name = turn.nodes[peer].name
-    problem = _misfit(turn, message)
+    problem = claims.misfit(state, message)
     if problem:
         return turn.count("misfit answers to a dispute", f"{name}: {problem}")
     if not message.held:
@@ -257,6 +288,7 @@ def on_rederived(turn: Turn, peer: bytes, message: Rederived) -> None:
         return observe(turn, peer, message.commits, message.digest)
     if message.commits != state.chain.round:
         return
+    _took(turn, peer)
     if message.held == message.derived:
         return _confirmed(turn, peer, message)
     where = [str(pieces_of(state.lock)[k]) for k in message.pieces if k < len(pieces_of(state.lock))]
@@ -286,18 +318,11 @@ def on_rederived(turn: Turn, peer: bytes, message: Rederived) -> None:
     settle(turn)
 
 
-def _misfit(turn: Turn, message: Rederived) -> str:
-    """Why an answer is none that a node could give here; "" for one that it could."""
-    if not message.held:
-        return ""  # what it mended by itself
-    if any(piece >= len(pieces_of(turn.lock)) for piece in message.pieces):
-        return "it replayed a piece that no model of this run has"
-    rows = (len(message.held), len(message.derived))
-    if rows != (max(len(message.pieces), 1),) * 2:
-        return f"{len(message.pieces)} pieces, {rows[0]} digests before the replay and {rows[1]} after it"
-    if message.contradicted and turn.chain.digest_at(message.contradicted - 1) is None:
-        return f"it contradicts a digest after {message.contradicted - 1} rounds that no entry states"
-    return ""
+def _took(turn: Turn, peer: bytes) -> None:
+    """How long a node took to replay tells how long another may take."""
+    dispute = turn.proof.dispute
+    if dispute is not None and peer in dispute.asked:
+        _update(turn, took=max(dispute.took, turn.now - dispute.asked[peer][0]))
 
 
 def _confirmed(turn: Turn, peer: bytes, message: Rederived) -> None:
@@ -330,7 +355,15 @@ def _blame(turn: Turn, peer: bytes, commits: int, reason: str) -> None:
         return
     turn.take_all(peer)
     if (count := turn.state.faults[peer].count) >= FAULTS_TO_LEAVE:
-        _send_away(turn, peer, f"its replica was repaired {count} times, the last time: {reason}")
+        _send_away(turn, peer, f"its replica was at fault {count} times, the last time: {reason}")
+
+
+def _strike(turn: Turn, key: bytes, reason: str) -> None:
+    """A fault each time, also for the same state and reason; and away."""
+    old = turn.state.faults.get(key)
+    _blame(turn, key, turn.state.chain.round, f"{reason} (fault {old.count + 1 if old else 1})")
+    if not turn.nodes[key].left:
+        _send_away(turn, key, reason)
 
 
 def _send_away(turn: Turn, key: bytes, reason: str) -> None:
@@ -350,48 +383,12 @@ def _close(turn: Turn, dispute: Dispute) -> None:
     for key, answer in dispute.answers.items():
         if answer.contradicted and answer.held == answer.derived:
             said = turn.chain.digest_at(answer.contradicted - 1)
-            return _stop_with(
+            return standoff.stop_with(
                 turn,
                 f"the ledger states digest {said or 0:016x} after {answer.contradicted - 1} rounds, the "
-                f"replay of {_names(turn, [key])[0]} ({answer.by}) contradicts it and is confirmed since. ",
+                f"replay of {standoff.names(turn, [key])[0]} ({answer.by}) contradicts it and is confirmed "
+                "since. ",
             )
-
-
-def _stop_ledger(turn: Turn, dispute: Dispute, right: int, stated: int) -> None:
-    _stop_with(
-        turn,
-        f"the ledger states digest {stated:016x} after {dispute.commits} rounds, replay from the base gives "
-        f"{right:016x} ({dispute.confirmed[right]}): a wrong digest was signed. ",
-    )
-
-
-def _stop_with(turn: Turn, sentence: str) -> None:
-    turn.stop(sentence + "Go on with `esnode fork` from the last round that `esnode verify` finds right", 1)
-
-
-def _stop_both(turn: Turn, dispute: Dispute, won: Sequence[int]) -> None:
-    """Two confirmed sides: nobody can say what the run's state is."""
-    lines = []
-    for digest in won:
-        key = next((k for k, answer in dispute.answers.items() if answer.digest == digest), None)
-        if key is None:
-            continue
-        answer, node = dispute.answers[key], turn.nodes[key]
-        where = pieces_of(turn.lock)[answer.pieces[0]] if answer.pieces else "the whole master"
-        lines.append(
-            f"{node.name} has {answer.derived[0]:016x} for {where} (D {digest:016x}; kernel "
-            f"{node.hello.backend} on {node.hello.device}, {answer.by})"
-        )
-    turn.note("dispute", round=dispute.commits, what="two confirmed sides", sides=lines)
-    turn.stop(
-        f"two replicas differ after {dispute.commits} rounds and replay confirms both: {'; '.join(lines)}. "
-        "Run `esnode doctor` on both machines",
-        1,
-    )
-
-
-def _names(turn: Turn, keys: Sequence[bytes]) -> list[str]:
-    return [turn.nodes[key].name if key in turn.nodes else key.hex()[:8] for key in keys[:4]]
 
 
 HANDLERS: dict[type[Message], Callable[[Turn, bytes, Any], None]] = {

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from coordinator import (
     amend,
     auditing,
+    claims,
     disputes,
     donors,
     enrolment,
@@ -258,6 +259,8 @@ def _on_hello(turn: Turn, peer: bytes, hello: Hello) -> None:
     verdict = membership.admit(hello, state.lock, peer in state.allowed, turn.state.selftest)
     if not verdict.ok:
         return _refuse(turn, peer, name, verdict.reason)
+    if barred := claims.barred(state, peer):
+        return _refuse(turn, peer, name, barred)
     place = succession.place(turn, peer, name, hello)
     if not place.ok:
         return _refuse(turn, peer, name, place.reason) if place.reason else None

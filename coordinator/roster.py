@@ -12,6 +12,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from coordinator import enrolment, membership, work
+from coordinator.claims import FAULTS_TO_LEAVE
 from coordinator.events import (
     Event,
     InviteMade,
@@ -59,17 +60,20 @@ def on_invite_made(turn: Turn, event: InviteMade) -> None:
 
 
 def on_allowed(turn: Turn, event: NodeAllowed) -> None:
-    """Put a key on the list by hand, or let its node out of quarantine.
+    """Put a key on the list by hand, or let its node out of quarantine, or in after too many faults.
 
     One that was revoked gets a new roster number when it says Hello.
     """
     guests = turn.guests
-    if event.key in turn.state.quarantined and event.key in guests.allowed:
+    fault = turn.state.faults.get(event.key)
+    barred = event.key in turn.state.quarantined or (fault is not None and fault.count >= FAULTS_TO_LEAVE)
+    if barred and event.key in guests.allowed:
         return _let_out(turn, event.key, guests.allowed[event.key])
     if event.key in guests.allowed or event.key in guests.invites:
         return
     name = enrolment.unique(guests, enrolment.label(event.name, event.key))
     _record(turn, KeyAllowed(event.key, name, 0))
+    turn.state = pardon(turn.state, event.key)
     turn.note("membership", node=name, what="allowed", reason="by the operator", key=event.key)
 
 

@@ -273,7 +273,7 @@ def admit_evidence(state: State, record: Audited) -> State:
 
 
 def pardon(state: State, key: bytes) -> State:
-    """The operator lets a node out of quarantine: it begins without a past."""
+    """The operator lets a node in again, or out of quarantine: it begins without a past."""
     nodes = dict(state.nodes)
     if key in nodes:
         nodes[key] = replace(nodes[key], quarantined="")
@@ -282,6 +282,7 @@ def pardon(state: State, key: bytes) -> State:
         nodes=nodes,
         evidence={pair: sums for pair, sums in state.evidence.items() if key not in pair},
         misses={other: count for other, count in state.misses.items() if other != key},
+        faults={other: fault for other, fault in state.faults.items() if other != key},
         quarantined={other: reason for other, reason in state.quarantined.items() if other != key},
     )
 

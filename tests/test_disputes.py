@@ -9,8 +9,8 @@ import pytest
 import coordinator.events as ce
 from coordinator import claims, machine
 from protocol.entries import CommitBody
-from protocol.messages import Applied, Bye, DigestAsk, Rederive, Rederived, TensorDigests
-from tests.desk import Desk, key_of
+from protocol.messages import Applied, Bye, DigestAsk, Rederive, Rederived, Refuse, TensorDigests
+from tests.desk import Desk, hello, key_of
 from tests.world import World
 
 RIGHT, WRONG = 77, 78
@@ -183,7 +183,7 @@ def test_faults_survive_a_restart_and_five_send_the_machine_away() -> None:
     desk = second_round("a", "b")
     for number in range(5):
         desk.say("a", Rederived(1, (), (), (), RIGHT, 0, "esnode 0.1", f"flip {number}"))
-    assert desk.sent(Bye, "a") and "repaired 5 times" in desk.sent(Bye, "a")[0].reason
+    assert desk.sent(Bye, "a") and "at fault 5 times" in desk.sent(Bye, "a")[0].reason
     desk.restart()
     assert desk.state.faults[key_of("a")].count == 5
 
@@ -231,13 +231,67 @@ def test_a_lone_node_gone_wrong_is_found_by_a_random_check_and_the_run_stops() -
     assert world.coordinator.state.chain.round in (3, 4, 5)
 
 
-def test_a_machine_that_replays_wrongly_stops_the_run_when_it_insists() -> None:
-    world = World(seed=16, nodes=3, rounds=6)
+def insisting(nodes: int) -> World:
+    """One node's update goes wrong, and its reference kernel insists that it was right."""
+    world = World(seed=16, nodes=nodes, rounds=6)
     world.failing = True
     world.run(until=3.5)
     sim = world.nodes["node-1"]
     sim.miscompute()
-    world.run(until=3.6)
-    sim.bad_arithmetic = 1 << 40
+    sim.insists = True
     world.run()
+    return world
+
+
+def test_a_machine_that_insists_against_one_other_stops_the_run() -> None:
+    world = insisting(2)
     assert world.coordinator.stopped is not None
+    assert world.coordinator.stopped[1] == 1 and "replay confirms both" in world.coordinator.stopped[0]
+
+
+def test_a_machine_that_insists_alone_against_two_is_put_out_and_the_run_goes_on() -> None:
+    world = insisting(3)
+    assert world.coordinator.state.chain.ended and world.coordinator.stopped[1] == 0
+    assert world.count("dispute", what="at fault", node="node-1")
+    assert world.coordinator.state.counters["nodes that insist alone"] >= 1
+
+
+def test_two_sides_with_two_witnesses_each_stop_the_run() -> None:
+    desk = second_round("a", "b", "c", "d")
+    for name, digest in (("a", WRONG), ("b", WRONG), ("c", RIGHT), ("d", RIGHT)):
+        desk.applied(name, digest)
+    for name, digest in (("a", WRONG), ("c", RIGHT)):
+        desk.say(name, TensorDigests(1, 0, 1, (digest,)))
+    rederived(desk, "a", WRONG, WRONG)
+    rederived(desk, "c", RIGHT, RIGHT)
+    assert desk.stop is None and desk.sent(Rederive, "b") and desk.sent(Rederive, "d")
+    rederived(desk, "b", WRONG, WRONG)
+    assert desk.stop is None
+    rederived(desk, "d", RIGHT, RIGHT)
+    assert desk.stop is not None and "replay confirms both" in desk.stop.reason
+
+
+def test_who_is_silent_in_a_dispute_is_waited_for_as_long_as_replay_takes() -> None:
+    desk = disputed("a", "b", "c")
+    rederived(desk, "b", RIGHT, RIGHT)
+    began = desk.now
+    while not desk.state.nodes[key_of("a")].left:
+        assert desk.now - began < 100
+        for name in "abc":
+            desk.beat(name)
+        desk.tick(2.0)
+    assert desk.now - began > 55 and "has not answered in a dispute" in desk.sent(Bye, "a")[0].reason
+    assert desk.state.faults[key_of("a")].count == 1
+
+
+def test_a_node_of_many_faults_is_not_let_in_until_the_operator_says_so() -> None:
+    desk = second_round("a", "b")
+    for number in range(5):
+        desk.say("a", Rederived(1, (), (), (), RIGHT, 0, "esnode 0.1", f"flip {number}"))
+    desk.say("a", hello(desk.lock))
+    assert "at fault 5 times" in desk.sent(Refuse, "a")[0].reason
+    desk.step(ce.NodeAllowed(desk.now, key_of("a"), "a"))
+    desk.say("a", hello(desk.lock))
+    assert not desk.sent(Refuse, "a") and key_of("a") not in desk.state.faults
+    desk.restart()
+    assert key_of("a") not in desk.state.faults
