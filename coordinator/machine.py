@@ -189,16 +189,15 @@ def _linger(turn: Turn, since: float) -> None:
     Those that have left may be paused and connected: they are told, and may come for the rest of the ledger.
     """
     state = turn.state
-    rest = [key for key, node in state.nodes.items() if node.left.startswith(RELEASED)]
-    waiting = state.now - since < LINGER_RELEASED and bool(rest)
-    if waiting:
-        for key in rest:
-            turn.send(key, Bye(RUN_ENDED))
-    present = any(membership.alive(node, state.now) for node in state.nodes.values())
+    released = [key for key, node in state.nodes.items() if node.left.startswith(RELEASED)]
+    rest = released if state.now - since < LINGER_RELEASED else []
+    for key in rest:
+        turn.send(key, Bye(RUN_ENDED))
+    present = any(claims.there(node, state.now) for node in state.nodes.values())
     if present:
         over = state.now - since >= LINGER
     else:
-        over = (bool(state.nodes) and not waiting) or state.now - since >= LINGER_ALONE
+        over = (bool(state.nodes) and not rest) or state.now - since >= LINGER_ALONE
     if over:
         turn.stop(f"{RUN_ENDED}: {state.chain.round} rounds are committed", 0)
 
@@ -257,10 +256,8 @@ def _on_hello(turn: Turn, peer: bytes, hello: Hello) -> None:
     if hello.selftest != state.selftest and state.selftest not in answered:
         turn.set(selftest=b"")  # nobody who is there stands for it: whoever brought it may have been put out
     verdict = membership.admit(hello, state.lock, peer in state.allowed, turn.state.selftest)
-    if not verdict.ok:
-        return _refuse(turn, peer, name, verdict.reason)
-    if barred := claims.barred(state, peer):
-        return _refuse(turn, peer, name, barred)
+    if reason := verdict.reason if not verdict.ok else claims.barred(state, peer):
+        return _refuse(turn, peer, name, reason)
     place = succession.place(turn, peer, name, hello)
     if not place.ok:
         return _refuse(turn, peer, name, place.reason) if place.reason else None

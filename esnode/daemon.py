@@ -32,6 +32,7 @@ from esnode import (
     devices,
     events,
     joined,
+    mending,
     node,
     nodeoptions,
     peers,
@@ -184,9 +185,7 @@ class Daemon:
             if time.monotonic() > self._contact_by:
                 if addresses:
                     break  # and say that the key is missing
-                raise DaemonError(
-                    f"no coordinator has started on {options.run}; start it, or name --coordinator"
-                )
+                raise DaemonError(nodeoptions.no_coordinator(options.run))
             time.sleep(TICK_SECONDS)
         server_key = None if options.plain else nodeoptions.pinned_key(options.run)
         return Link(addresses, server_key, self._secret)
@@ -350,7 +349,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     log: logging.Logger | None = None
     daemon: Daemon | None = None
     try:
-        lock = nodeoptions.read_lock(options.run)
+        lock = mending.lock_of(options)
         log = logfile.start(options.run / "logs" / f"{options.name}.log", options.name)
         daemon = Daemon(options, lock, log)
         _on_signals(daemon)

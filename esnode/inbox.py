@@ -112,7 +112,8 @@ def _resend(turn: Turn, after: float) -> None:
 
 def _on_bye(turn: Turn, message: Bye) -> None:
     if message.reason.startswith(RELEASED) and not turn.state.leaving:
-        return  # meant for an earlier process with this key
+        # meant for an earlier process with this key, or for a pause that is over: say that this node is here
+        return _on_rehello(turn, Rehello()) if not turn.state.paused else None
     if message.reason.startswith(STOPPED) and not turn.state.leaving:
         return turn.note("link", reason=f"{message.reason}; this node waits for its return")
     if turn.state.paused and message.reason.startswith(RUN_ENDED) and not turn.state.chain.ended:

@@ -195,6 +195,16 @@ def published_address(run: Path) -> tuple[str, ...]:
     return (found,)
 
 
+def no_coordinator(run: Path) -> str:
+    """What a node says that does not know where its coordinator is."""
+    if (run / "coordinator" / "curve.pub").exists() and not (run / "plan.toml").exists():
+        return (
+            f"{run / joined.FILE} is missing, which says where the coordinator is: `esnode join INVITE` with "
+            "a new invite writes it again; keys and ledger beside it stay good"
+        )
+    return f"no coordinator has started on {run}; start it, or name --coordinator"
+
+
 def key_file(run: Path) -> Path:
     """Where the coordinator's public key lies in a run's folder."""
     return run / "coordinator" / "curve.pub"

@@ -149,7 +149,10 @@ def load(options: Options, lock: Lock) -> Workshop:
     try:
         data = (options.run / "task.jsonl").read_bytes()
     except OSError as error:
-        raise TaskFileMissing(f"cannot read {options.run / 'task.jsonl'}: {error.strerror}") from error
+        raise TaskFileMissing(
+            f"cannot read {options.run / 'task.jsonl'} ({error.strerror}): start this node again once the "
+            "coordinator can be reached, or copy the file from the run's folder"
+        ) from error
     prepared = locking.prepare(lock, model.path, data, code=options.code)
 
     def tell(memory: MemoryPlan) -> None:

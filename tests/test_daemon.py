@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from protocol import keys
 from protocol import ledger as ledgers
 from protocol.errors import UserError
 from protocol.ledger import LedgerFile
+from protocol.lock import Lock
 from tests.bench import LOCK, ledger
 from tests.runs import ROOT, Processes, make_folder, wait_for
 
@@ -192,3 +194,52 @@ def test_a_damaged_lock_names_its_file_and_the_remedy(tmp_path: Path) -> None:
         with pytest.raises(UserError) as caught:
             nodeoptions.read_lock(tmp_path)
         assert str(tmp_path / "lock.json") in str(caught.value) and "esnode join" in str(caught.value)
+
+
+TASK = b'{"prompt": "say 1"}\n'
+
+
+def joined_beside(path: Path, processes: Processes, lock: Lock) -> Path:
+    """The folder of another machine that has joined the run in `path` as n1."""
+    address = path / "coordinator" / "address"
+    wait_for(address.exists)
+    place = path / "joined"
+    for part in ("nodes/n1/curve.key", "coordinator/curve.pub"):
+        write_file(place / part, (path / part).read_bytes(), 0o600)
+    joined.write(place, joined.Joined(lock.run_id, (address.read_text().strip(),), {"n1": True}))
+    return place
+
+
+def test_a_lost_lock_and_altered_task_data_are_fetched_again_by_the_node_itself(tmp_path: Path) -> None:
+    lock = make_folder(tmp_path, rounds=3, data=hashlib.sha256(TASK).hexdigest())
+    (tmp_path / "task.jsonl").write_bytes(TASK)
+    with Processes(tmp_path) as processes:
+        processes.coordinator()
+        place = joined_beside(tmp_path, processes, lock)
+        (place / "lock.json").write_bytes(lock.to_bytes().replace(b'"members":', b'"members" :', 1))
+        (place / "task.jsonl").write_bytes(TASK + TASK)
+        node = processes.node("n1", "--run", str(place))
+        processes.wait_end()
+        assert node.wait(20) == 0, processes.words("n1")
+    assert (place / "lock.json").read_bytes() == lock.to_bytes()
+    assert (place / "task.jsonl").read_bytes() == TASK
+    assert "lock.json is lost or altered" in processes.words("n1")
+
+
+def test_a_lost_lock_names_the_remedy_where_the_coordinator_is_gone(tmp_path: Path) -> None:
+    lock = make_folder(tmp_path)
+    with Processes(tmp_path) as processes:
+        processes.coordinator()
+        place = joined_beside(tmp_path, processes, lock)
+        processes.kill("coordinator")
+        assert processes.node("n1", "--run", str(place)).wait(30) == 1
+    told = processes.words("n1").strip().splitlines()[-1]
+    assert "lock.json is lost or altered and cannot be fetched again" in told and "copy the file" in told
+
+
+def test_a_lost_note_of_the_run_names_the_remedy(tmp_path: Path) -> None:
+    write_file(tmp_path / "coordinator" / "curve.pub", b"ab" * 32)
+    assert "joined.json is missing" in nodeoptions.no_coordinator(tmp_path)
+    assert "esnode join INVITE" in nodeoptions.no_coordinator(tmp_path)
+    (tmp_path / "plan.toml").touch()
+    assert "no coordinator has started" in nodeoptions.no_coordinator(tmp_path)

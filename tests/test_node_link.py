@@ -153,6 +153,15 @@ def test_a_paused_node_is_known_over_every_connection_and_hears_of_the_end() -> 
     assert bench.stop is None and bench.sent(Hello), "it wants the rest of the ledger first"
 
 
+def test_a_late_copy_of_a_release_does_not_put_a_node_out_that_works_again() -> None:
+    """The coordinator takes it for gone: it says that it is here, once for each such word."""
+    bench = working()
+    bench.hear(Bye(f"{RELEASED}: outside its hours"))
+    assert bench.stop is None and len(bench.sent(Hello)) == 1
+    bench.hear(Bye(f"{RELEASED}: outside its hours"))
+    assert not bench.sent(Hello), "one Hello answers all that are on their way"
+
+
 def test_a_paused_node_fetches_the_rest_of_the_ledger_and_computes_nothing() -> None:
     bench, entries = working(), ledger(LOCK.digest, 55, end=True)
     bench.step(events.Pause(bench.now, "outside its hours"))

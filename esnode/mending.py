@@ -1,0 +1,50 @@
+"""What the nodes of a joined run share, looked at when one starts: lost or altered files are fetched again.
+
+Shell. The note of the run (`joined.json`) names the lock by its digest, the lock names the task's data by
+theirs, so an altered file is never used. Called by `daemon.py`; `esnode join` does the same before it.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from esnode import fetch, joined, nodeoptions
+from esnode.contact import Contact, ContactError
+from esnode.duty import read_policy
+from esnode.nodeoptions import FolderMissing, Options
+from protocol.errors import UserError
+from protocol.lock import Lock, LockError, lock_from_bytes
+
+log = logging.getLogger("esnode.mending")
+
+
+def lock_of(options: Options) -> Lock:
+    """The run's lock, after mending what a joined run's folder lacks. UserError names file and remedy."""
+    note = joined.read(options.run)
+    if note is None:
+        return nodeoptions.read_lock(options.run)
+    path, task = options.run / "lock.json", options.run / "task.jsonl"
+    try:
+        lock = lock_from_bytes(path.read_bytes())
+    except (OSError, LockError):
+        lock = None
+    if lock is not None and lock.run_id == note.run and fetch.has_task(lock, task):
+        return lock
+    broken = task if lock is not None and lock.run_id == note.run else path
+    log.warning("%s is lost or altered: it is fetched again from the coordinator", broken)
+    try:
+        secret = nodeoptions.own_key(options.folder)
+        with Contact(note.addresses, nodeoptions.pinned_key(options.run), secret) as contact:
+            lock = fetch.lock(contact, note.run, path)
+            fetch.keep_lock(lock, path)
+            fetch.task(contact, lock, task, read_policy().pace())
+    except UserError as error:
+        if lock is None or lock.run_id != note.run:
+            raise FolderMissing(
+                f"{path} is lost or altered and cannot be fetched again ({error}): start this node once the "
+                "coordinator can be reached, or copy the file from another machine of the run"
+            ) from error
+        if not isinstance(error, ContactError):
+            raise
+        log.warning("%s cannot be fetched: %s", task, error)  # whoever needs it says so
+    return lock
