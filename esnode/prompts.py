@@ -22,6 +22,7 @@ from protocol.errors import UserError
 SPLITS = ("train", "heldout")
 _CLOCK = re.compile(r"""strftime_now\(\s*("[^"]*"|'[^']*')\s*\)""")
 _CLOCK_TEST = re.compile(r"strftime_now\s+is\s+(not\s+)?(defined|none)", re.IGNORECASE)
+_CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len")  # what configurations call it
 _SENTINEL = "esnode-sentinel"
 
 Ids = tuple[int, ...]
@@ -89,17 +90,23 @@ class Prepared:
                 whole.update(struct.pack(f"<{len(ids) + 1}I", len(ids), *ids))
         return whole.hexdigest()
 
-    def require_room(self, max_new_tokens: int) -> None:
-        """Raise PromptError when a prompt and its answer or target do not fit into the model's context."""
+    def require_room(self, max_new_tokens: int, engine: int = 0) -> None:
+        """Raise PromptError when a prompt and its answer or target do not fit into the context.
+
+        That of the model, and of an engine that takes less (0: it does not); conversations keep to it too.
+        """
+        if engine and (not self.context or engine < self.context):
+            self.context = engine
         for split in SPLITS:
             for index, (prompt, target) in enumerate(
                 zip(self._prompts[split], self._targets[split], strict=True)
             ):
                 new = len(target) if self.task.mode == "likelihood" else max_new_tokens
                 if self.context and len(prompt) + new > self.context:
+                    whose = "the engine's" if self.context == engine else "the model's"
                     raise PromptError(
                         f"{split} prompt {index} of task {self.task.name!r} has {len(prompt)} tokens, with "
-                        f"{new} more it exceeds the model's context of {self.context}: shorten it, or lower "
+                        f"{new} more it exceeds {whose} context of {self.context}: shorten it, or lower "
                         "max_new_tokens"
                     )
 
@@ -178,8 +185,9 @@ def prepare(folder: Path, task: Task, date: str, max_new_tokens: int = 0) -> Pre
     for source in (config, text_config, _json(folder / "generation_config.json")):
         given = source.get("eos_token_id")
         eos += given if isinstance(given, list) else [] if given is None else [given]
-    context = text_config.get("max_position_embeddings") or config.get("max_position_embeddings") or 0
-    prepared = Prepared(tokenizer, task, date, eos_ids=eos, context=int(context))
+    named = [source.get(name) for source in (text_config, config) for name in _CONTEXT]
+    context = next((int(value) for value in named if value), 0)
+    prepared = Prepared(tokenizer, task, date, eos_ids=eos, context=context)
     prepared.require_room(max_new_tokens or task.max_new_tokens)
     return prepared
 

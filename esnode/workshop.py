@@ -174,6 +174,11 @@ def load(options: Options, lock: Lock) -> Workshop:
         report=tell,
         wish=options.wish,
     )
+    try:
+        prepared.require_room(lock.max_new_tokens, engine.context)
+    except UserError:
+        engine.close()
+        raise
     ancestors = ancestry.ancestors(lock, options.run / "parents")
     for chain, upto in ancestors if engine.leads else ():
         engine.replay(chain, upto)

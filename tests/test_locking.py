@@ -12,6 +12,7 @@ import pytest
 from esnode import locking, manifest, tasks
 from esnode.locking import LockingError, Mismatch
 from protocol import plan
+from protocol.errors import UserError
 from protocol.lock import Lock, Parent, lock_from_bytes
 from protocol.plan import Plan
 from tests import tiny
@@ -81,6 +82,11 @@ def test_a_plans_own_keys_come_first(model: Path) -> None:
 def test_more_prompts_than_there_are(model: Path) -> None:
     with pytest.raises(LockingError, match="per_round = 21: task 'conciseness' has 20 training prompts"):
         locking.resolve(planned(model, per_round=21), trusted=KEYS)
+
+
+def test_a_prompt_longer_than_the_context_is_refused_with_its_index(model: Path) -> None:
+    with pytest.raises(UserError, match=r"train prompt 0 of task .* exceeds the model's context"):
+        locking.resolve(planned(model, task="arithmetic", max_new_tokens=100_000), trusted=KEYS)
 
 
 def test_an_empty_dataset_is_one_sentence(model: Path, tmp_path: Path) -> None:

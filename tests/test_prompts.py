@@ -127,6 +127,11 @@ def test_prompts_too_long_for_the_model_are_named(folder: Path, tmp_path: Path) 
     assert prompts.prepare(folder, task, DATE, max_new_tokens=97)
     with pytest.raises(PromptError, match="train prompt 5"):
         prompts.prepare(folder, task, DATE, max_new_tokens=98)
+    prepared = prompts.prepare(folder, task, DATE, max_new_tokens=97)
+    prepared.require_room(97, engine=0)
+    with pytest.raises(PromptError, match=r"train prompt 5 .* exceeds the engine's context of 380"):
+        prepared.require_room(97, engine=380)
+    assert prepared.context == 380  # for conversations
 
 
 def test_an_empty_target_is_refused(folder: Path, tmp_path: Path) -> None:

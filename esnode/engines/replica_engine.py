@@ -94,6 +94,13 @@ class ReplicaEngine(ABC):
         return self.room.fingerprint(self._fingerprint)
 
     @property
+    def context(self) -> int:
+        """Tokens of the longest sequence this engine takes, answer included; 0 where only the model bounds
+        it.
+        """
+        return 0
+
+    @property
     def backend(self) -> str:
         """Name of the kernel implementation in use."""
         return self._kernels.name

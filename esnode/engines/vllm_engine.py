@@ -111,6 +111,11 @@ class VllmEngine(ReplicaEngine):
         return sums
 
     @property
+    def context(self) -> int:
+        """Tokens of the longest sequence vLLM takes: the model's context, or less for want of cache."""
+        return int(self._engine.vllm_config.model_config.max_model_len)
+
+    @property
     def backend(self) -> str:
         """Name of the kernel implementation in use."""
         return self._replica.backend

@@ -80,6 +80,7 @@ def start(
         "skip_tokenizer_init": True,
         "trust_remote_code": False,
         "enable_prefix_caching": False,  # its keys and values would be those of other weights
+        "max_model_len": -1,  # the model's context, or as much of it as the cache holds
         "max_num_seqs": MOST_SEQUENCES,
         "max_num_batched_tokens": MOST_BATCHED_TOKENS,
         "async_scheduling": False,
