@@ -36,6 +36,7 @@ class About:
     addresses: tuple[str, ...] = ()  # where its peer socket listens; none: it serves nobody
     catch_up: str = "auto"  # the way its owner wants, "replay" or "snapshot"; else the quicker one
     lanes: int = 1  # units it evaluates at once, 1 to wire.MAX_LANES
+    others: tuple[bytes, ...] = ()  # fingerprints of further engines
 
 
 class Outcome(Protocol):

@@ -28,6 +28,7 @@ from esnode.nodeoptions import Options
 from protocol.entries import Entry
 from protocol.errors import UserError
 from protocol.lock import Lock
+from protocol.wire import MAX_ENGINES
 
 PAUSE = 0.02  # seconds between looks while the daemon has nothing else to do
 
@@ -74,7 +75,10 @@ class Fleet:
         where = dict.fromkeys(lane.device for lane in loaded)
         name, count = self._options.name, self._state.offered
         words = "+".join(backends), "+".join(where)
-        return events.About(name, *words, first.selftest, first.fingerprint, first.versions, lanes=count)
+        prints = tuple(dict.fromkeys(lane.fingerprint for lane in loaded))[:MAX_ENGINES]
+        return events.About(
+            name, *words, first.selftest, prints[0], first.versions, lanes=count, others=prints[1:]
+        )
 
     def wait_loaded(self) -> None:
         """Wait until no lane is loading for the first time; LanesFailed when none can."""

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from esnode import events as ne
+from esnode import laneerrands
 from esnode import proofevents as pe
 from esnode import snapshotevents as se
 from esnode.laneevents import (
@@ -52,7 +53,9 @@ from protocol.messages import Unit
 MOST_CRASHES = 5  # in a row, without a unit measured in between; then the lane is given up
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds until a crashed lane is started again, doubling
 DEADLY = 2  # lanes that ended over a unit before it counts as failed here
-DEAF = 60.0  # seconds a lane may go on with a cancelled unit until it is ended
+DEAF = 60.0  # seconds a lane may go on with a cancelled unit until it is ended,
+STILL = 900.0  # may say nothing of a unit,
+LATE, SLOWER = 300.0, 10.0  # and may need for an update beyond so many times what the first needed
 MOST_DOUBTS = 2  # times in a row that replay may leave lanes with unlike bits
 
 
@@ -90,7 +93,7 @@ def _on_asked(turn: Turn, event: Asked) -> None:
         case se.Save(round, entry, _) if not turn.phase(READY):
             turn.answer(se.Saved(0.0, round, entry, b"", 0, "no engine is ready", 0))
         case pe.Mend() if state.prover not in turn.phase(READY):
-            _lose_proof(turn, effect, "the engine that replayed pieces has ended")
+            laneerrands.lose_proof(turn, effect, "the engine that replayed pieces has ended")
         case _:
             turn.set(errands=(*state.errands, (-1, effect)))
 
@@ -124,12 +127,13 @@ def _on_said(turn: Turn, event: Said) -> None:
         case ne.Generated(_, unit):
             turn.change_job(number, unit, scoring=True)
             turn.answer(said)
-        case ne.Progress():
+        case ne.Progress(_, unit):
+            turn.change_job(number, unit, moved=turn.state.now)
             turn.answer(said)
         case ne.Evaluated(_, unit) | ne.EvaluationFailed(_, unit) | ne.Cancelled(_, unit):
             _on_measured(turn, number, unit, said)
         case _:
-            _on_errand(turn, number, said)
+            laneerrands.answered(turn, number, said)
 
 
 def _on_measured(turn: Turn, number: int, unit: Unit, said: ne.Event) -> None:
@@ -141,43 +145,22 @@ def _on_measured(turn: Turn, number: int, unit: Unit, said: ne.Event) -> None:
     turn.answer(said)
 
 
-def _on_errand(turn: Turn, number: int, said: ne.Event) -> None:
-    kind = {pe.Digested: pe.TakeDigests, pe.Proved: pe.Prove, pe.Mended: pe.Mend, se.Saved: se.Save}[
-        type(said)
-    ]
-    done = next((e for e in turn.state.errands if e[0] == number and isinstance(e[1], kind)), None)
-    if done is None:
-        return
-    turn.set(errands=tuple(errand for errand in turn.state.errands if errand is not done))
-    if isinstance(said, pe.Proved):
-        turn.set(prover=number)
-    if isinstance(said, pe.Mended) and said.digest != turn.state.digest:
-        turn.set(digest=said.digest)
-        for other in turn.phase(READY):
-            if other != number:
-                _suspect(turn, other, "a dispute was decided against it")
-    turn.answer(said)
-
-
 def _on_damaged(turn: Turn, number: int, unit: Unit | None, tensors: tuple[str, ...]) -> None:
     """The lane found its master changed by itself, and did nothing with it. A sibling does its unit."""
     jobs = turn.state.lanes[number].jobs
     turn.change(number, jobs=tuple(job for job in jobs if job.unit != unit))
     _again(turn, tuple(job for job in jobs if job.unit == unit))
     turn.set(asked=turn.state.asked - {number})
-    _suspect(turn, number, f"{', '.join(tensors[:3])} changed in memory")
-
-
-def _suspect(turn: Turn, number: int, why: str) -> None:
-    turn.do(Tidings(f"{turn.name(number)}: {why}; it is rebuilt by replay"))
-    turn.change(number, phase=BEHIND, height=None, odd=why)
+    turn.suspect(number, f"{', '.join(tensors[:3])} changed in memory")
 
 
 def _on_moved(turn: Turn, number: int, said: Moved) -> None:
     state, lane = turn.state, turn.state.lanes[number]
     expected = ne.EntriesApplied if isinstance(state.order, ne.Apply) else ne.Rewound
     if number in state.asked and isinstance(said, expected):
-        turn.set(asked=state.asked - {number}, answers={**state.answers, number: said})
+        first = state.answered if state.answers else state.now
+        answers = {**state.answers, number: said}
+        turn.set(asked=state.asked - {number}, answers=answers, answered=first)
     elif lane.phase != BUILDING:
         return
     elif lane.stale:
@@ -216,7 +199,7 @@ def _on_died(turn: Turn, event: Died) -> None:
     crashes = lane.crashes + 1
     turn.change(number, jobs=(), phase=DOWN, crashes=crashes, stale=False, height=None)
     _again(turn, tuple(replace(job, deaths=job.deaths + 1, scoring=False) for job in lane.jobs))
-    _drop_errands(turn, number)
+    laneerrands.drop(turn, number)
     if event.refused:
         return _give_up(turn, number, event.reason)
     if crashes >= MOST_CRASHES:
@@ -224,27 +207,6 @@ def _on_died(turn: Turn, event: Died) -> None:
     pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (crashes - 1)) * (0.5 + event.jitter)
     turn.change(number, retry=state.now + pause)
     turn.do(Tidings(f"{turn.name(number)} has ended: {event.reason}; it starts again in {pause:.1f} s"))
-
-
-def _drop_errands(turn: Turn, number: int) -> None:
-    """What the lane was doing for the node is begun again elsewhere, where that can be."""
-    mine = [what for owner, what in turn.state.errands if owner == number]
-    turn.set(errands=tuple(errand for errand in turn.state.errands if errand[0] != number))
-    for what in mine:
-        if isinstance(what, se.Save):
-            turn.answer(
-                se.Saved(0.0, what.round, what.entry, b"", 0, "the engine that wrote it has ended", 0)
-            )
-        elif isinstance(what, pe.TakeDigests):
-            turn.set(errands=((-1, what), *turn.state.errands))
-        else:
-            _lose_proof(turn, what, f"{turn.name(number)} ended during a replay for the proof")
-
-
-def _lose_proof(turn: Turn, what: ne.Effect, why: str) -> None:
-    turn.answer(ne.LanesDiffer(0.0, why, far=True))
-    if isinstance(what, pe.Mend):
-        turn.answer(pe.Mended(0.0, turn.state.digest))
 
 
 def _again(turn: Turn, jobs: tuple[Job, ...]) -> None:
@@ -291,7 +253,7 @@ def _go_on(turn: Turn) -> None:
             turn.change(number, phase=STARTING)
             turn.do(Start(number))
     _catch_up(turn)
-    _run_errands(turn)
+    laneerrands.run(turn)
     _carry_out(turn)
     if turn.state.order is None:
         _deal(turn)
@@ -321,6 +283,10 @@ def _catch_up(turn: Turn) -> None:
 def _carry_out(turn: Turn) -> None:
     """Have the order done by every lane that is at the state before it; compare once all have answered."""
     state = turn.state
+    if state.answers and state.now - state.answered > LATE + SLOWER * (state.answered - state.ordered):
+        for number in state.asked:
+            turn.do(Tidings(f"{turn.name(number)} does not end an update and is ended"), Kill(number))
+        turn.set(answered=state.now)
     if state.order is None or state.asked:
         return
     if state.answers:
@@ -328,7 +294,7 @@ def _carry_out(turn: Turn) -> None:
     if isinstance(state.order, ne.Rewind):  # whatever a lane holds
         for number in turn.phase(BEHIND):
             turn.change(number, phase=READY)
-    turn.set(asked=frozenset(turn.phase(READY)))
+    turn.set(asked=frozenset(turn.phase(READY)), ordered=state.now)
     for number in turn.phase(READY):
         turn.do(Tell(number, state.order))
 
@@ -342,7 +308,7 @@ def _compare(turn: Turn) -> None:
         return _doubt(turn, f"lanes differ after one update: {told}")
     for number, said in state.answers.items():
         if _vote(said) != best and isinstance(state.order, ne.Apply):
-            _suspect(turn, number, f"its digest was {digest_of(said):016x}, another than {most} lanes had")
+            turn.suspect(number, f"its digest was {digest_of(said):016x}, another than {most} lanes had")
         elif _vote(said) != best:
             turn.change(number, phase=BEHIND, height=None)
     said = max((said for said in state.answers.values() if _vote(said) == best), key=lambda said: said.ms)
@@ -357,32 +323,23 @@ def _vote(said: Moved) -> tuple[int, ...]:
 
 
 def _deal(turn: Turn) -> None:
-    """Give waiting units to free lanes, the quickest first. A lane that is deaf to a cancel is ended."""
+    """Give waiting units to free lanes, the quickest first. A lane that hangs is ended."""
     now = turn.state.now
     for number, lane in enumerate(turn.state.lanes):
-        deaf = [job for job in lane.jobs if job.cancelled is not None and now - job.cancelled > DEAF]
-        for job in deaf[:1]:
-            turn.change_job(number, job.unit, cancelled=now)
-            turn.do(Tidings(f"{turn.name(number)} goes on with a cancelled unit and is ended"), Kill(number))
+        for job in lane.jobs:
+            deaf = job.cancelled is not None and now - job.cancelled > DEAF
+            if deaf or now - job.moved > STILL:
+                what = "goes on with a cancelled unit" if deaf else "stands still with a unit"
+                turn.change_job(number, job.unit, moved=now, cancelled=now if deaf else job.cancelled)
+                turn.do(Tidings(f"{turn.name(number)} {what} and is ended"), Kill(number))
+                break
     free = sorted((lane.pace, k) for k, lane in enumerate(turn.state.lanes) if lane.free)
     for _, number in free[: len(turn.state.waiting)]:
         job, *rest = turn.state.waiting
-        jobs = (*turn.state.lanes[number].jobs, replace(job, began=now))
+        jobs = (*turn.state.lanes[number].jobs, replace(job, began=now, moved=now))
         turn.set(waiting=tuple(rest))
         turn.change(number, jobs=jobs)
         turn.do(Tell(number, job.what))
-
-
-def _run_errands(turn: Turn) -> None:
-    """What one lane does for the node goes to the first that is ready, a Mend to the one that replayed."""
-    ready = turn.phase(READY)
-    if not ready:
-        return
-    for errand in [errand for errand in turn.state.errands if errand[0] < 0]:
-        owner = turn.state.prover if isinstance(errand[1], pe.Mend) else ready[0]
-        changed = (owner, errand[1])
-        turn.set(errands=tuple(changed if e is errand else e for e in turn.state.errands))
-        turn.do(Tell(owner, errand[1]))
 
 
 def _on_clock(turn: Turn, event: Clock) -> None:

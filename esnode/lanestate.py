@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from esnode import events as ne
-from esnode.laneevents import Answer, Effect
+from esnode.laneevents import Answer, Effect, Tidings
 from protocol.messages import Unit
 
 STARTING, READY, BEHIND, BUILDING, DOWN, GONE = (
@@ -31,6 +31,7 @@ class Job:
     deaths: int = 0
     scoring: bool = False
     began: float = 0.0
+    moved: float = 0.0  # when it was last heard of
     cancelled: float | None = None
 
     @property
@@ -71,7 +72,9 @@ class State:
     order: ne.Apply | ne.Rewind | None = None  # what all lanes do now,
     upto: int = 0  # the height after it,
     asked: frozenset[int] = frozenset()  # who does it,
-    answers: dict[int, Moved] = field(default_factory=dict)  # and who has
+    answers: dict[int, Moved] = field(default_factory=dict)  # and who has;
+    ordered: float = 0.0  # when it was asked for,
+    answered: float = 0.0  # and when the first had done it
     errands: tuple[tuple[int, ne.Effect], ...] = ()  # what one lane does for the node; -1: nobody yet
     prover: int = -1  # who derived pieces last
     offered: int = 1
@@ -110,6 +113,11 @@ class Turn:
 
     def name(self, number: int) -> str:
         return name_of(self.state, number)
+
+    def suspect(self, number: int, why: str) -> None:
+        """The master of a lane is not what it should be."""
+        self.do(Tidings(f"{self.name(number)}: {why}; it is rebuilt by replay"))
+        self.change(number, phase=BEHIND, height=None, odd=why)
 
     def phase(self, *phases: str) -> list[int]:
         """Lanes in one of these phases."""

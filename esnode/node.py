@@ -54,7 +54,7 @@ TELL_EVERY = 4  # beats between repeated words on D: a lost Applied must not be 
 
 def new(lock: Lock, about: About) -> State:
     """A node of this run before its first event: `Started`, or a `Pause` and then `Started`."""
-    return State(lock, about, engines=(about.fingerprint,))
+    return State(lock, about, engines=(about.fingerprint, *about.others))
 
 
 def step(state: State, event: Event) -> tuple[State, tuple[Effect, ...]]:

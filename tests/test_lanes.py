@@ -160,6 +160,25 @@ def test_an_engine_that_is_deaf_to_a_cancel_is_ended() -> None:
     assert isinstance(bench.outcomes[unit_of(0)], ne.Cancelled) and bench.engines[0].life == 2
 
 
+def test_an_engine_that_stands_still_is_ended_and_its_unit_runs_elsewhere() -> None:
+    bench = ready(1e6, 1.0)
+    bench.evaluate(0)
+    bench.run(890.0)
+    assert bench.busy
+    bench.run(20.0)
+    assert isinstance(bench.outcomes[unit_of(0)], ne.Evaluated)
+
+
+def test_an_engine_that_does_not_end_an_update_is_ended() -> None:
+    bench = ready(1.0, 1.0)
+    bench.engines[0].free = 1e6
+    bench.apply()
+    bench.run(290.0)
+    assert bench.moving
+    bench.run(30.0)
+    assert bench.applied == 1 and bench.engines[0].master == bench.chain[:1]
+
+
 # ---------------------------------------------------------------- agreement
 
 

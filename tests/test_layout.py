@@ -90,6 +90,7 @@ PURE: dict[str, set[str]] = {
     "esnode/sources.py": set(),
     "esnode/snapshotevents.py": set(),
     "esnode/proofevents.py": set(),
+    "esnode/laneerrands.py": set(),
     "esnode/laneevents.py": set(),
     "esnode/lanes.py": set(),
     "esnode/lanestate.py": set(),
