@@ -137,7 +137,7 @@ class Pool:
         round = self.rounds[unit[0]]
         seed = member_seed(self.lock.run_id, unit[0], unit[2], self.lock.mirrored)
         sums = [REWARD - unit[2] / 1e4] * (unit[4] - unit[3] + 1)
-        fields = [RESULT_TAG, unit, seed, sums, parent, self.digest, 0, 0, 9, [1, 2, 3], b"evidence"]
+        fields = [RESULT_TAG, unit, seed, sums, parent, self.digest, 0, 0, 9, [1, 2, 3], b"evidence", 0]
         if not round.first:
             round.first = time.perf_counter()
             round.spent.append(processor_seconds(self.server))

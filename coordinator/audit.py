@@ -10,7 +10,7 @@ node's. Called by `auditing.py`; docs/trust.md says what this can and cannot sho
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from math import fsum, log1p, sqrt
 
 import msgspec
@@ -233,14 +233,39 @@ def total(rows: Collection[Sums]) -> Sums:
     return sum(rows, Sums())
 
 
+def tables(evidence: Evidence, without: Collection[bytes]) -> dict[bytes, dict[bytes, Sums]]:
+    """`partners` of every node, in one pass."""
+    found: dict[bytes, dict[bytes, Sums]] = {}
+    for (one, two), sums in evidence.items():
+        if one not in without and two not in without:
+            found.setdefault(one, {})[two] = sums
+            found.setdefault(two, {})[one] = sums.turned
+    return found
+
+
 def reference(evidence: Evidence, node: bytes, without: Collection[bytes]) -> tuple[float, float] | None:
     """The median correlation of the other nodes among themselves, and its standard error."""
-    others = {key for pair in evidence for key in pair} - {node, *without}
-    rows = [total(partners(evidence, key, {node, *without}).values()) for key in others]
-    enough = [row for row in rows if row.weight >= SETTLED]
-    if not enough:
-        return None
-    return _median([row.r for row in enough]), _median([row.error for row in enough])
+    return references(tables(evidence, without))(node)
+
+
+def references(
+    rows: Mapping[bytes, Mapping[bytes, Sums]],
+) -> Callable[[bytes], tuple[float, float] | None]:
+    """`reference` for any node of these tables: what it has no part in is summed up once."""
+    settled = {key: whole for key, row in rows.items() if (whole := total(row.values())).weight >= SETTLED}
+
+    def of(node: bytes) -> tuple[float, float] | None:
+        beside = rows.get(node, {})
+        enough = [whole for key, whole in settled.items() if key != node and key not in beside]
+        for key in beside:
+            rest = total([sums for partner, sums in rows[key].items() if partner != node])
+            if rest.weight >= SETTLED:
+                enough.append(rest)
+        if not enough:
+            return None
+        return _median([row.r for row in enough]), _median([row.error for row in enough])
+
+    return of
 
 
 def bias(rows: Mapping[bytes, Sums]) -> str:
@@ -286,10 +311,12 @@ def laziness(rows: Mapping[bytes, Sums], expected: tuple[float, float] | None) -
 def rates(evidence: Evidence, node: bytes, out: Collection[bytes]) -> tuple[float, float]:
     """The share of a node's scores that may contradict all others, above and below: twice the others' own."""
     away = {node, *out}
-    keys = {key for pair in evidence for key in pair} - away
-    usual = total([total(partners(evidence, key, away).values()) for key in keys])
-    shares = ((usual.over, usual.low), (usual.under, usual.high))
-    above, below = (ALLOWANCE + 2 * (hits + MARGIN) / (prompts + MARGIN) for hits, prompts in shares)
+    others = [sums for (one, two), sums in evidence.items() if one not in away and two not in away]
+    over, low = sum(row.over + row.over_ for row in others), sum(row.low + row.low_ for row in others)
+    under, high = sum(row.under + row.under_ for row in others), sum(row.high + row.high_ for row in others)
+    above, below = (
+        ALLOWANCE + 2 * (hits + MARGIN) / (prompts + MARGIN) for hits, prompts in ((over, low), (under, high))
+    )
     return above, below
 
 
@@ -309,12 +336,17 @@ def contradiction(rows: Mapping[bytes, Sums]) -> str:
     return ""
 
 
-def judge(evidence: Evidence, out: Collection[bytes]) -> tuple[bytes, str] | None:
+def judge(
+    evidence: Evidence, out: Collection[bytes], about: Collection[bytes] | None = None
+) -> tuple[bytes, str] | None:
     """The node that fails worst, and why; None when none does. `out`: those in quarantine already.
 
     One at a time: the evidence that others have with a liar speaks against them too, until it is out.
+    `about`: only these are judged, the two of an audit; a pool of a thousand is too many to go through each
+    time, and nobody else's evidence has changed.
     """
-    keys = sorted({key for pair in evidence for key in pair} - set(out))
+    known = {key for pair in evidence for key in pair} if about is None else about
+    keys = sorted(set(known) - set(out))
     rows = {key: partners(evidence, key, out) for key in keys}
     biased = [(total(rows[key].values()).excess, key, reason) for key in keys if (reason := bias(rows[key]))]
     if biased:
@@ -329,6 +361,7 @@ def judge(evidence: Evidence, out: Collection[bytes]) -> tuple[bytes, str] | Non
     lazy = [
         (total(rows[key].values()).r, key, reason)
         for key in keys
+        if len(rows[key]) > 1 and total(rows[key].values()).deep >= ENOUGH
         if (reason := laziness(rows[key], reference(evidence, key, out)))
     ]
     if lazy:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -23,7 +23,7 @@ from coordinator.cases import REFERENCES, Case, Half
 from coordinator.claims import there
 from coordinator.events import Audited
 from coordinator.membership import READY
-from coordinator.state import admit_evidence
+from coordinator.state import State, admit_evidence
 from coordinator.turn import Turn
 from protocol.lock import Lock
 from protocol.messages import Ack, Evidence, EvidenceAsk, Kind, Message, Result, Unit
@@ -244,8 +244,8 @@ def _finish(turn: Turn, case: Case) -> None:
         )  # fmt: skip
     record = Audited(first.key, second.key, msgspec.structs.astuple(sums), tuple(faults), ())
     state = admit_evidence(turn.state, record)
-    verdicts = []
-    while (found := _verdict(state.evidence, state.misses, state.quarantined)) is not None:
+    verdicts: list[tuple[bytes, str]] = []
+    while (found := _verdict(state, None if verdicts else (first.key, second.key))) is not None:
         verdicts.append(found)
         state = admit_evidence(turn.state, replace(record, quarantine=tuple(verdicts)))
     record = replace(record, quarantine=tuple(verdicts))
@@ -264,13 +264,12 @@ def _finish(turn: Turn, case: Case) -> None:
             turn.take_all(key)
 
 
-def _verdict(
-    evidence: audit.Evidence, misses: Mapping[bytes, tuple[int, str]], out: Mapping[bytes, str]
-) -> tuple[bytes, str] | None:
-    for key, (count, fault) in misses.items():
-        if key not in out and (count >= audit.MISSES or "does not fit" in fault):
+def _verdict(state: State, about: Sequence[bytes] | None) -> tuple[bytes, str] | None:
+    """Who goes into quarantine next, of these or of all."""
+    for key, (count, fault) in state.misses.items():
+        if key not in state.quarantined and (count >= audit.MISSES or "does not fit" in fault):
             return key, f"{fault} ({count} failed audit{'s' * (count > 1)})"
-    return audit.judge(evidence, out)
+    return audit.judge(state.evidence, state.quarantined, about)
 
 
 def _name(turn: Turn, key: bytes) -> str:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -29,6 +29,8 @@ from protocol.messages import BlobAsk, Enrol, Enrolled, Fetch, Hello, Message, R
 UNKNOWN = "unknown"  # the peer of a refusal when no admitted key was proved
 SHARED_BYTES = 1024  # a larger body is not copied per peer
 NEWCOMERS = "newcomers"  # the peers behind invites
+_NOW, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # flags of an enum take microseconds to join
+_KEYS = 8192  # spelled keys remembered
 _PENDING_NEWCOMERS = 4096  # connections that wait for the answer to an Enrol: for one turn of the server
 _MANY_PARTS = (
     "a message of more than one part came under this node's key; it is shut out until the coordinator is "
@@ -43,8 +45,7 @@ class BindError(UserError):
     """The address cannot be listened on; the sentence says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class Delivery:
+class Delivery(NamedTuple):
     """One accepted message: the holder of which key sent it, and how many bytes it took on the wire."""
 
     peer: bytes
@@ -68,12 +69,14 @@ class Gate:
         self._hellos = Limits(GREETER)
         self._fetches = Limits(FETCHER)
         self._now = 0.0
+        self._keys: dict[Any, bytes] = {}  # User-Id -> the key it spells
         self._last: tuple[Message, bytes] | None = None
         self._shared: zmq.Frame | None = None  # the body of `_last` when it is large: one copy for all peers
         self._zap = context.socket(zmq.REP)
         self._zap.linger = 0
         self._zap.bind("inproc://zeromq.zap.01")
         self._router = sockets.router(context, secret)
+        self._put = partial(zmq.backend.Socket.send, self._router)  # pyzmq's own takes three times as long
         self._monitor = self._router.get_monitor_socket(sockets.WATCHED)
 
     def admit(self, guests: Guests) -> None:
@@ -129,7 +132,9 @@ class Gate:
         The answer to an Enrol goes to the connection that asked for this key. Returns the bytes the message
         takes on the wire, 0 when it was dropped.
         """
-        address = self._newcomers.pop(peer, None) if isinstance(message, Enrolled | Refuse) else None
+        address = None
+        if self._newcomers and isinstance(message, (Enrolled, Refuse)):
+            address = self._newcomers.pop(peer, None)
         address = address or self._holders.route(peer)
         if address is None:
             self.counts.dropped[type(message).__name__] += 1
@@ -152,9 +157,9 @@ class Gate:
 
     def _frames(self) -> list[zmq.Frame]:
         """One message's parts, the sender's route first; zmq.Again when none waits."""
-        frames = [self._router.recv(zmq.NOBLOCK, copy=False)]
+        frames = [self._router.recv(_NOW, copy=False)]
         while frames[-1].more:
-            frames.append(self._router.recv(zmq.NOBLOCK, copy=False))
+            frames.append(self._router.recv(_NOW, copy=False))
         return frames
 
     def _admit(self, frames: list[zmq.Frame]) -> Delivery | None:
@@ -258,7 +263,14 @@ class Gate:
             route = frames[0].bytes
             return route[1:] if len(route) == 1 + KEY_BYTES and route[:1] == zmtp.PLAIN_PREFIX else None
         try:
-            return bytes.fromhex(str(frames[-1].get("User-Id")))
+            user = frames[-1].get("User-Id")
+            key = self._keys.get(user)
+            if key is None:
+                key = bytes.fromhex(str(user))
+                if len(self._keys) >= _KEYS:
+                    self._keys.clear()
+                self._keys[user] = key
+            return key
         except (zmq.ZMQError, ValueError):
             return None
 
@@ -273,11 +285,11 @@ class Gate:
         kind = type(message).__name__
         body = self._encode(message)
         try:
-            self._router.send(route, zmq.NOBLOCK | zmq.SNDMORE)
+            self._put(route, _MORE)
             if self._shared is None:
-                self._router.send(body, zmq.NOBLOCK)
+                self._put(body, _NOW)
             else:
-                self._router.send(self._shared, zmq.NOBLOCK, copy=False)
+                self._router.send(self._shared, _NOW, copy=False)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise

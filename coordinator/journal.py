@@ -58,14 +58,14 @@ class JournalError(UserError):
 
 def encode(record: Record) -> tuple[int, int | None, bytes]:
     """(kind, round of a result or failure or None, msgpack body) as stored."""
-    pack = msgspec.msgpack.encode
+    pack = _PACK
+    if isinstance(record, ResultAccepted):  # nearly every record is one: not to be looked for by the match
+        return _RESULT, min(record.result.unit.round, _MAX_ROUND), pack((record.evaluator, record.result))
     match record:
         case TermTaken(term, nonce):
             return _TERM, None, pack((term, nonce))
         case EntryAppended(height, raw):
             return _ENTRY, None, pack((height, raw))
-        case ResultAccepted(evaluator, result):
-            return _RESULT, min(result.unit.round, _MAX_ROUND), pack((evaluator, result))
         case UnitFailed(evaluator, unit, reason):
             return _FAILED, min(unit.round, _MAX_ROUND), pack((evaluator, unit, reason))
         case InviteOpened(number, key, expires, uses):
@@ -88,6 +88,7 @@ def encode(record: Record) -> tuple[int, int | None, bytes]:
             return _AUDIT, None, pack((first, second, sums, faults, quarantine))
 
 
+_PACK = msgspec.msgpack.Encoder().encode
 _TERM_READER = msgspec.msgpack.Decoder(tuple[int, bytes])
 _ENTRY_READER = msgspec.msgpack.Decoder(tuple[int, bytes])
 _RESULT_READER = msgspec.msgpack.Decoder(tuple[int, Result])

@@ -87,10 +87,14 @@ def _probe(state: State) -> dict[str, Any] | None:
 def _audit(state: State) -> dict[str, Any]:
     """What the audits show of each node: prompts compared, the three tests' numbers, verdicts."""
     nodes = {}
+    tables = audit.tables(state.evidence, state.quarantined)
+    reference = audit.references(tables)
     for key, node in state.nodes.items():
-        rows = audit.partners(state.evidence, key, set(state.quarantined) - {key})
+        rows = tables.get(key, {})
+        if key in state.quarantined:
+            rows = audit.partners(state.evidence, key, set(state.quarantined) - {key})
         whole = audit.total(rows.values())
-        usual = audit.reference(state.evidence, key, state.quarantined)
+        usual = reference(key)
         nodes[node.name] = {
             "prompts": whole.pairs,
             "difference": round(whole.d / whole.pairs, 4) if whole.pairs else None,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 import coordinator.events as ce
@@ -212,6 +214,38 @@ def study(seeds: int, graded: bool) -> dict[str, list[int]]:
         middle, most = table[liar][seeds // 2], table[liar][-1]
         print(f"{liar}, {kind}: caught after {middle} prompts (half of {seeds}), {most} at most")
     return table
+
+
+def test_what_is_summed_up_once_for_a_large_pool_is_what_every_node_for_itself_would_find() -> None:
+    rng = random.Random(3)
+    names = [bytes((k,)) * 32 for k in range(12)]
+    evidence = {}
+    for _ in range(40):
+        one, two = sorted(rng.sample(names, 2))
+        values = {name: rng.randrange(1, 400) / 4 for name in Sums.__struct_fields__}
+        evidence[one, two] = Sums(**values)
+    out = {names[1]: "lies", names[7]: "lies"}
+    tables = audit.tables(evidence, out)
+    for node in names:
+        if node not in out:
+            assert tables.get(node, {}) == audit.partners(evidence, node, out)
+        others = {key for pair in evidence for key in pair} - {node, *out}
+        alone = [audit.total(audit.partners(evidence, key, {node, *out}).values()) for key in others]
+        enough = [row for row in alone if row.weight >= audit.SETTLED]
+        found = audit.reference(evidence, node, out)
+        assert found == (
+            (audit._median([row.r for row in enough]), audit._median([row.error for row in enough]))
+            if enough
+            else None
+        )
+        usual = audit.total(alone)
+        above, below = audit.rates(evidence, node, out)
+        shares = ((usual.over, usual.low), (usual.under, usual.high))
+        expected = [
+            audit.ALLOWANCE + 2 * (hits + audit.MARGIN) / (prompts + audit.MARGIN) for hits, prompts in shares
+        ]
+        assert [above, below] == pytest.approx(expected)
+    assert audit.judge(evidence, out, names) == audit.judge(evidence, out)
 
 
 def test_every_kind_of_liar_is_caught() -> None:
