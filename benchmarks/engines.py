@@ -31,11 +31,8 @@ ENGINES = ("transformers", "vllm")
 def measure(engine: str, model: str, threads: int, batch: int, tokens: int, repeats: int) -> list[float]:
     """Tokens per second of each repeat after the first."""
     from esnode import locking
-    from esnode.daemon import limit_threads
-
-    limit_threads(threads)
+    from esnode.engines import transformers_engine, vllm_engine
     from esnode.engines.interface import Sampling
-    from esnode.workshop import engine_loader
     from protocol import plan as planning
     from protocol.template import template
 
@@ -44,7 +41,8 @@ def measure(engine: str, model: str, threads: int, batch: int, tokens: int, repe
     )
     prepared = locking.prepare(lock, folder.path, data)
     prompts = [list(prepared.ids_of("train", k % lock.train_prompts)) for k in range(batch)]
-    loaded: Any = engine_loader(engine)(lock, folder.path, threads=threads)
+    load = vllm_engine.load if engine == "vllm" else transformers_engine.load
+    loaded: Any = load(lock, folder.path, threads=threads)
     found = []
     for seed in range(repeats + 1):  # the first one warms up
         loaded.perturb(seed, lock.sigma_at(0), 1)
@@ -59,7 +57,9 @@ def measure(engine: str, model: str, threads: int, batch: int, tokens: int, repe
 def in_process(engine: str, options: list[str]) -> list[float]:
     """`measure` in a process of its own: vLLM changes some of transformers' classes."""
     command = [sys.executable, __file__, "--only", engine, *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    limits = {f"{name}_NUM_THREADS": options[options.index("--threads") + 1] for name in ("OMP", "NUMBA")}
+    environment = os.environ | limits
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         raise click.ClickException(
             f"{engine}: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}"

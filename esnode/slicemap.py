@@ -142,8 +142,10 @@ def _load(folder: Path, specs: Sequence[TensorSpec], probes: Probes, dtype: torc
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         with torch.device("meta"):
             sketch = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        # Releases of transformers before 5.24 take "sdpa" for such a model and leave the cap out.
+        capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
         try:
-            return _from_state(type(sketch), sketch.config, state, dtype, "sdpa")
+            return _from_state(type(sketch), sketch.config, state, dtype, "eager" if capped else "sdpa")
         except ValueError as error:
             if "scaled_dot_product_attention" not in str(error) and "sdpa" not in str(error):
                 raise

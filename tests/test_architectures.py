@@ -74,3 +74,12 @@ def test_an_architecture(folder: Path) -> None:
     targets = [[5, 6], [7], [8, 9, 10], [11], [12]]
     alone = [engine.loglik([p], [t])[0] for p, t in zip(prompts, targets, strict=True)]
     assert engine.loglik(prompts, targets) == pytest.approx(alone, abs=1e-3)
+
+
+def test_capped_attention_is_computed_as_such(tmp_path: Path) -> None:
+    """Some releases of transformers compute Gemma 2 with an attention that leaves the cap out, silently."""
+    settings = AutoConfig.for_model("gemma2", **tiny.SHAPE, head_dim=8)
+    assert settings.attn_logit_softcapping
+    folder = tiny.write_model(tmp_path / "m", settings)
+    model, _ = slicemap.build(folder, tiny.lock(folder).manifest, torch.float32)
+    assert model.config._attn_implementation == "eager"  # type: ignore[union-attr]
