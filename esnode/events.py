@@ -35,7 +35,7 @@ class About:
     versions: str = ""  # of esnode and what computes here, for people
     addresses: tuple[str, ...] = ()  # where its peer socket listens; none: it serves nobody
     catch_up: str = "auto"  # the way its owner wants, "replay" or "snapshot"; else the quicker one
-    lanes: int = 1  # units it evaluates at once, 1 to wire.MAX_LANES
+    lanes: int = 1  # units it evaluates at once, 1 to ranges.MAX_LANES
     others: tuple[bytes, ...] = ()  # fingerprints of further engines
 
 

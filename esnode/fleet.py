@@ -28,7 +28,7 @@ from esnode.nodeoptions import Options
 from protocol.entries import Entry
 from protocol.errors import UserError
 from protocol.lock import Lock
-from protocol.wire import MAX_ENGINES
+from protocol.ranges import MAX_ENGINES
 
 PAUSE = 0.02  # seconds between looks while the daemon has nothing else to do
 
