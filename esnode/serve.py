@@ -53,7 +53,10 @@ def take(order: Order) -> tuple[RunFolder, int]:
             raise ServeError(
                 f"{order.data} holds no run yet: name its plan, `esnode coordinator serve PLAN`."
             )
-        if order.data.exists() and {entry.name for entry in _entries(order.data)} - _NO_RUN:
+        names = {entry.name for entry in _entries(order.data)} if order.data.exists() else set()
+        if order.recover and {entry.name for entry in place.coordinator.glob("*")} <= {"curve.key"}:
+            names.discard(place.coordinator.name)  # the lost coordinator's key, so that its nodes come
+        if names - _NO_RUN:
             raise ServeError(
                 f"{order.data} exists and is no run folder. Choose a new or empty one with --data."
             )

@@ -158,9 +158,13 @@ class Play:
                 if self._now >= self._back[name]:
                     self._bring_back(name)
             elif process.poll() is not None:
-                words = self.processes.words(name).strip().splitlines()[-1:]
-                self._violation(f"{name} ended by itself with code {process.returncode}: {words}")
-                self.start[name]()
+                self._ended(name, process.returncode)
+
+    def _ended(self, name: str, code: int) -> None:
+        """Somebody whom nothing hit is gone."""
+        words = self.processes.words(name).strip().splitlines()[-1:]
+        self._violation(f"{name} ended by itself with code {code}: {words}")
+        self.start[name]()
 
     def _mind_leaving(self, name: str, code: int | None) -> None:
         if code is None and self._now < self._leaving[name]:
@@ -305,7 +309,7 @@ def toy(folder: Path, deeds: Sequence[Deed], seconds: float, say: Callable[[str]
         start[COORDINATOR] = processes.coordinator
         play = Play(processes, start, list(deeds), seconds, say)
         play.perform()
-    return _judged(play, _toy_truth)
+    return judged(play, toy_truth)
 
 
 def across_namespaces(
@@ -320,7 +324,7 @@ def across_namespaces(
         start[COORDINATOR] = site.serve
         play = Play(site, start, list(deeds), seconds, say, net)
         play.perform()
-    return _judged(play, _toy_truth)
+    return judged(play, toy_truth)
 
 
 def tiny_model(folder: Path, deeds: Sequence[Deed], seconds: float, say: Callable[[str], None]) -> Play:
@@ -336,19 +340,19 @@ def tiny_model(folder: Path, deeds: Sequence[Deed], seconds: float, say: Callabl
         start[COORDINATOR] = processes.coordinator
         play = Play(processes, start, list(deeds), seconds, say, heal_seconds=3 * HEAL)
         play.perform()
-    return _judged(play, tiny_chaos.load)
+    return judged(play, tiny_chaos.load)
 
 
 def _lock_of(seconds: float) -> dict[str, Any]:
     return {"members": 8, "task_options": {"seconds": 0.08 if seconds < LONG else 0.4}}
 
 
-def _toy_truth(folder: Path) -> Any:
+def toy_truth(folder: Path) -> Any:
     lock = ledger.read(folder / "run.ledger").chain.lock
     return toy_engine.ToyWorkshop(lock, "truth", 0.0)
 
 
-def _judged(play: Play, truth: Callable[[Path], Any]) -> Play:
+def judged(play: Play, truth: Callable[[Path], Any]) -> Play:
     """Add to a run's violations what its logs and its ledger show."""
     folder = play.processes.folder
     for name in EVERYBODY:

@@ -113,7 +113,7 @@ class Processes:
         """Start a module as the process called `name`; FILE_LIMIT in bytes stands in for a full disk,
         OPEN_FILES is how many it may open, NETNS names the network namespace it lives in.
         """
-        log = open(self.folder / f"{name}.stderr", "ab")  # noqa: SIM115 - the child keeps it
+        log = open(self.log_of(name), "ab")  # noqa: SIM115 - the child keeps it
         command = [sys.executable, "-m", module, *arguments]
         if "FILE_LIMIT" in environment:
             command = ["prlimit", f"--fsize={environment['FILE_LIMIT']}", *command]
@@ -140,7 +140,11 @@ class Processes:
 
     def words(self, name: str) -> str:
         """What a process wrote to stderr."""
-        return (self.folder / f"{name}.stderr").read_text()
+        return self.log_of(name).read_text()
+
+    def log_of(self, name: str) -> Path:
+        """Where that is kept."""
+        return self.folder / f"{name}.stderr"
 
     def wait_end(self, seconds: float = PATIENCE) -> None:
         """Wait until the coordinator has ended by itself with code 0."""

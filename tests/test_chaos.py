@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from protocol import ledger
-from tests import chaos, netns, toy_engine
+from tests import chaos, joined_chaos, netns, toy_engine
 from tests.runs import Processes, make_folder
 
 
@@ -68,3 +68,10 @@ def test_ten_minutes_across_namespaces(tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 def test_five_minutes_with_a_language_model(tmp_path: Path) -> None:
     story(chaos.tiny_model, tmp_path, seed=int(time.time()) % 10**6, seconds=300, gap=10.0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_minutes_of_machines_that_joined(tmp_path: Path) -> None:
+    """Half way a successor takes over from a node's ledger, at the lost coordinator's address."""
+    story(joined_chaos.perform, tmp_path, seed=int(time.time()) % 10**6, seconds=120, gap=4.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -93,3 +94,18 @@ def test_a_successors_folder_from_a_ledger(tmp_path: Path, monkeypatch: pytest.M
         serve.settle(place, order, silent)
     assert not place.is_run and lock.trusted
     shutil.rmtree(place.path)
+
+
+def test_the_lost_coordinators_key_may_lie_in_the_new_folder(tmp_path: Path) -> None:
+    """So its nodes come by themselves; anything else in an unknown folder is still refused."""
+    inner = tmp_path / "heir" / "coordinator"
+    inner.mkdir(parents=True)
+    (inner / "curve.key").write_text("a key")
+    order = Order(data=tmp_path / "heir", recover=("kept.ledger",))
+    _, descriptor = serve.take(order)
+    os.close(descriptor)
+    with pytest.raises(ServeError, match="no run folder"):
+        serve.take(Order(data=tmp_path / "heir", source=tmp_path / "plan.toml"))
+    (inner / "notes.txt").write_text("mine")
+    with pytest.raises(ServeError, match="no run folder"):
+        serve.take(order)
