@@ -25,8 +25,7 @@ GROUP = 8  # blocks whose noise is made together, to load a seed's constants les
 ROOM = BLOCK * GROUP
 KEYS = 16  # u64 per seed, see _fold
 BF16, FP16, FP32 = 0, 1, 2  # live dtypes
-_FIRST = 6592  # b >> 17 of the table's first entry
-_TABLES = np.concatenate([noise.TABLE.astype(U64), noise.TABLE.astype(U64) << U64(32)])
+_TABLE = np.concatenate([np.zeros(6592, np.uint32), noise.TABLE])  # indexed by b >> 17 as it is
 _BELOW_ONE = np.array([0x3F7FFFFF], np.uint32).view(np.float32)[0]
 _M0, _M1 = U64(0xD2511F53), U64(0xCD9E8D57)
 _LOW32, _32 = U64(0xFFFFFFFF), U64(32)
@@ -83,26 +82,27 @@ def _philox(p0, key):
 
 
 @intrinsic
-def _look_up(typing, entries, pair, tables):  # type: ignore[no-untyped-def]
-    """The two u32 of `entries` from 2 * pair, values of b >> 17, become the table's entries for them.
+def _look_up(typing, entries, pair, table):  # type: ignore[no-untyped-def]
+    """Two u32 of `entries` from 2 * pair, indices before, become the table's entries.
 
     Atomic accesses are plain ones on every processor, but LLVM does not make gathers of them.
     """
 
     def generate(context, b, signature, args):  # type: ignore[no-untyped-def]
         u64 = ir.IntType(64)
-        memory, table = (
+        memory, base = (
             cgutils.create_struct_proxy(signature.args[k])(context, b, args[k]).data for k in (0, 2)
         )
         place = b.gep(b.bitcast(memory, u64.as_pointer()), [args[1]])
         both = b.load_atomic(place, "monotonic", 8)
-        low = b.sub(b.and_(both, u64(0xFFFFFFFF)), u64(_FIRST))
-        high = b.sub(b.lshr(both, u64(32)), u64(_FIRST - len(noise.TABLE)))
-        found = [b.load_atomic(b.gep(table, [index]), "monotonic", 8) for index in (low, high)]
-        b.store_atomic(b.or_(*found), place, "monotonic", 8)
+        low, high = (
+            b.zext(b.load_atomic(b.gep(base, [index]), "monotonic", 4), u64)
+            for index in (b.and_(both, u64(0xFFFFFFFF)), b.lshr(both, u64(32)))
+        )
+        b.store_atomic(b.or_(low, b.shl(high, u64(32))), place, "monotonic", 8)
         return context.get_dummy_value()
 
-    return numba.void(entries, numba.uint64, tables), generate
+    return numba.void(entries, numba.uint64, table), generate
 
 
 @inline
@@ -130,13 +130,13 @@ def _noise(block, count, k, words, entries):
         p0 += _M0 * U64(8)
         if chunk >= U64(4):
             for pair in range(U64(16)):
-                _look_up(entries, (chunk - U64(4)) * U64(16) + pair, _TABLES)
+                _look_up(entries, (chunk - U64(4)) * U64(16) + pair, _TABLE)
         if chunk & U64(3) == U64(3):
             first = (chunk >> U64(2)) * U64(BLOCK)
             for j in range(U64(BLOCK)):
                 entries[first + j] = _uniform(words[first + j]) >> U32(17)
     for pair in range(U64(64 * count - 64), U64(64 * count)):
-        _look_up(entries, pair, _TABLES)
+        _look_up(entries, pair, _TABLE)
 
 
 @inline
