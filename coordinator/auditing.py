@@ -204,7 +204,8 @@ def hash_of(scores: Sequence[float]) -> bytes:
 def on_tick(turn: Turn) -> None:
     """Ask again, and judge without those who do not answer."""
     for case in turn.audits.cases:
-        if not case.second or turn.now - case.asked < ASK_AGAIN:
+        gone = turn.audits.by_number.get(case.number) is not case  # with a node that another case put out
+        if gone or not case.second or turn.now - case.asked < ASK_AGAIN:
             continue
         if turn.now - case.since < PATIENCE and case.round >= turn.round.number - 1:
             _ask(turn, case)

@@ -68,7 +68,7 @@ def settle(turn: Turn) -> None:
     if dispute is not None:
         won = [digest for digest in found if digest in dispute.confirmed]
         if len(won) > 1:
-            return _insist(turn, dispute, found, won)
+            return standoff.stop_both(turn, dispute, won)
         if len(found) > 1 or (dispute.forced and not won):
             return _pursue(turn)
         _close(turn, dispute)
@@ -77,36 +77,6 @@ def settle(turn: Turn) -> None:
     verdict = claims.witnessed(turn.proof, turn.nodes, turn.round.number, turn.now)
     if verdict.ok:
         _learn(turn, next(iter(found)), verdict.reason)
-
-
-def _insist(turn: Turn, dispute: Dispute, found: dict[int, list[bytes]], won: list[int]) -> None:
-    """Replay confirms more than one side: more replays, one side that is a single node's word, or the end."""
-    _let_go(turn)
-    todo = standoff.weigh(turn.state, dispute, found)
-    for key in todo.ask:
-        _ask(turn, key, alone=False)
-    for key in todo.out:
-        answer, held = dispute.answers[key], turn.proof.words[key]
-        what = f"it insists on digest {held:016x} after {dispute.commits} rounds ({answer.by})"
-        reason = f"{what}, replay on two other nodes gives another"
-        turn.count("nodes that insist alone", f"{turn.nodes[key].name}: {reason}")
-        _put_out(turn, key, reason)
-    if todo.out:
-        settle(turn)
-    elif not todo.ask and not todo.wait:
-        standoff.stop_both(turn, dispute, won)
-
-
-def _put_out(turn: Turn, key: bytes, reason: str) -> None:
-    """A node whose word holds the run up without need: its fault is counted, its word forgotten."""
-    _strike(turn, key, reason)
-    proof = turn.proof
-    dispute = proof.dispute
-    assert dispute is not None
-    words = {other: digest for other, digest in proof.words.items() if other != key}
-    said = set(words.values())
-    confirmed = {digest: name for digest, name in dispute.confirmed.items() if digest in said}
-    turn.set(proof=replace(proof, words=words, dispute=replace(dispute, confirmed=confirmed)))
 
 
 def _learn(turn: Turn, digest: int, reason: str) -> None:

@@ -1,65 +1,15 @@
-"""Two digests that replay does not reconcile: who is asked once more, who is put out, and why a run stops.
+"""Two digests that replay does not reconcile: why a run stops, in words.
 
-Pure. A side that one node alone confirms is its word; it is believed against another side only as long as
-that has no two witnesses either. Called by `disputes.py`; the values are in `claims.py`.
+Pure. Called by `disputes.py`; the values are in `claims.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-import msgspec
-
-from coordinator.claims import WITNESS_WAIT, Dispute, there
-from coordinator.membership import READY, standing
-from coordinator.state import State
+from coordinator.claims import Dispute
 from coordinator.turn import Turn
 from protocol.pieces import pieces_of
-
-WITNESSES = 2  # distinct nodes whose replays make a side more than a word
-
-
-class Standoff(msgspec.Struct, frozen=True):
-    """What to do about confirmed sides: ask these, put these out, else wait or stop."""
-
-    ask: tuple[bytes, ...] = ()
-    out: tuple[bytes, ...] = ()
-    wait: bool = False
-
-
-def weigh(state: State, dispute: Dispute, found: Mapping[int, Sequence[bytes]]) -> Standoff:
-    """Two or more sides are confirmed. `found`: D -> who says it.
-
-    Each side gets a second witness where it has another node. Then one that insists alone against two is put
-    out; where no side has two, or two sides have, nothing is left but to stop.
-    """
-    won = [digest for digest in found if digest in dispute.confirmed]
-    seen = {digest: witnesses(dispute, digest) for digest in won}
-    here = {key for key in state.proof.words if there(state.nodes.get(key), state.now)}
-    ask = [
-        next((key for key in found[digest] if key in here and key not in seen[digest]), None)
-        for digest in won
-        if len(seen[digest]) < WITNESSES
-    ]
-    if any(ask):
-        return Standoff(ask=tuple(key for key in ask if key is not None))
-    strong = [digest for digest in won if len(seen[digest]) >= WITNESSES]
-    if len(strong) == 1:
-        return Standoff(out=tuple(key for digest in won if digest not in strong for key in found[digest]))
-    undecided = [
-        key
-        for key, node in state.nodes.items()
-        if key not in state.proof.words and standing(node, state.chain.round, state.now)[0] == READY
-    ]
-    return Standoff(wait=not strong and bool(undecided) and state.now - dispute.opened < WITNESS_WAIT)
-
-
-def witnesses(dispute: Dispute, digest: int) -> list[bytes]:
-    """Whose replay gave this D."""
-    return [key for key, answer in dispute.answers.items() if answer.digest == digest]
-
-
-# ---------------------------------------------------------------- the end of a run
 
 
 def stop_ledger(turn: Turn, dispute: Dispute, right: int, stated: int) -> None:

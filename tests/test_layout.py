@@ -81,7 +81,7 @@ PURE: dict[str, set[str]] = {
     "coordinator/relayrules.py": set(),
     "coordinator/roster.py": {"msgspec"},
     "coordinator/rounds.py": {"msgspec"},
-    "coordinator/standoff.py": {"msgspec"},
+    "coordinator/standoff.py": set(),
     "coordinator/state.py": {"msgspec"},
     "coordinator/succession.py": {"msgspec"},
     "coordinator/turn.py": {"msgspec"},

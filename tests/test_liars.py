@@ -167,8 +167,8 @@ def test_a_node_that_says_now_this_and_now_that_is_at_fault_without_any_replay()
 
 
 def test_after_a_stop_by_a_false_replay_its_node_is_revoked_and_nothing_is_lost() -> None:
-    desk = second_round("a", "c")
-    for name, digest in (("a", RIGHT), ("c", WRONG)):
+    desk = second_round("a", "b", "c")
+    for name, digest in (("a", RIGHT), ("b", RIGHT), ("c", WRONG)):
         desk.applied(name, digest)
     for name, digest in (("c", WRONG), ("a", RIGHT)):
         rederived(desk, name, digest, digest, pieces=())
@@ -176,10 +176,11 @@ def test_after_a_stop_by_a_false_replay_its_node_is_revoked_and_nothing_is_lost(
     desk.restart()
     desk.step(ce.NodeRevoked(desk.now, key_of("c"), "a liar"))
     chain = desk.state.chain
-    for name, digest in (("c", WRONG), ("a", RIGHT)):
+    for name, digest in (("c", WRONG), ("a", RIGHT), ("b", RIGHT)):
         desk.say(name, hello(desk.lock, height=chain.height, tip=chain.tip, digest=digest))
     while desk.state.chain.round == 1:
         desk.work("a")
+        desk.work("b")
         desk.tick(1.0)
     assert desk.state.chain.digest_at(1) == RIGHT
 
