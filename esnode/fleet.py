@@ -1,7 +1,8 @@
 """The processes of a node's lanes: starts and ends them, carries words between them and the core of lanes.
 
 Shell around `lanes.py`. To the daemon it is an engine like `reports.Solo`. Every lane has a process, a socket
-and a thread that listens to it; all else happens in the daemon's own thread. Called by `daemon.py`.
+and two threads, one that listens and one that speaks; all else happens in the daemon's own thread. Called by
+`daemon.py`.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from esnode import children, devices, events, laneevents, lanes, nodeoptions
 from esnode.lanestate import STARTING, name_of
-from esnode.lanewire import Loaded, Log, Pipe, Refused
+from esnode.lanewire import Alive, Loaded, Log, Pipe, Refused
 from esnode.nodeoptions import Options
 from protocol.entries import Entry
 from protocol.errors import UserError
@@ -31,6 +32,7 @@ from protocol.lock import Lock
 from protocol.ranges import MAX_ENGINES
 
 PAUSE = 0.02  # seconds between looks while the daemon has nothing else to do
+WORDS = 400  # characters quoted of what a lane should not have sent
 
 
 class LanesFailed(UserError):
@@ -39,11 +41,12 @@ class LanesFailed(UserError):
 
 @dataclass
 class _Process:
-    """A lane's process. `sentence`: its last words, if it refused."""
+    """A lane's process. `sentence`: its last words, if it refused; `told`: what it has to hear."""
 
     process: subprocess.Popen[bytes]
     pipe: Pipe
     sentence: str = ""
+    told: queue.SimpleQueue[events.Effect | None] = field(default_factory=queue.SimpleQueue)
 
 
 class Fleet:
@@ -164,6 +167,8 @@ class Fleet:
                 self._on_loaded(now, number, process, word)
             case Log(level, text):
                 self._log.log(level, "%s: %s", name_of(self._state, number), text)
+            case Alive():
+                self._step(laneevents.Heard(now, number))
             case Refused(sentence):
                 process.sentence = sentence
             case None:
@@ -183,6 +188,7 @@ class Fleet:
     def _on_end(self, now: float, number: int, process: _Process) -> None:
         _end(process.process)  # and its own children, which may outlive it
         code = process.process.wait()
+        process.told.put(None)
         process.pipe.close()
         del self._processes[number]
         reason = process.sentence or children.meaning(code)
@@ -207,26 +213,37 @@ class Fleet:
         theirs.close()
         started = _Process(process, Pipe(ours))
         self._processes[number] = started
-        threading.Thread(
-            target=self._listen, args=(number, started), name=f"lane {number}", daemon=True
-        ).start()
+        for name, target in (("hears", self._listen), ("speaks", self._speak)):
+            words = (number, started)
+            threading.Thread(target=target, args=words, name=f"{name} lane {number}", daemon=True).start()
 
     def _listen(self, number: int, process: _Process) -> None:
         word: Any = 0
         while word is not None:
-            word = process.pipe.receive()
+            try:
+                word = process.pipe.receive()
+            except Exception as error:  # whatever it sent: nothing that follows can be understood
+                words = f"it sent what is no answer and is ended: {type(error).__name__}: {error}"
+                self._heard.put((number, process, Log(logging.ERROR, words[:WORDS])))
+                word = None
             self._heard.put((number, process, word))
             self.wake()
+
+    def _speak(self, number: int, process: _Process) -> None:
+        """A process that has stopped takes nothing: only this thread waits for it."""
+        while (effect := process.told.get()) is not None:
+            try:
+                process.pipe.send(effect)
+            except OSError:  # it has gone, which the other thread says, or goes now
+                return _end(process.process)
 
     def _kill(self, number: int) -> None:
         if number in self._processes:
             _end(self._processes[number].process)
 
     def _tell(self, number: int, effect: events.Effect) -> None:
-        try:
-            self._processes[number].pipe.send(effect)
-        except OSError:  # it has gone, which its thread will say; or it takes nothing
-            self._kill(number)
+        if number in self._processes:
+            self._processes[number].told.put(effect)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

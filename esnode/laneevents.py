@@ -32,6 +32,14 @@ class Up:
 
 
 @dataclass(frozen=True, slots=True)
+class Heard:
+    """A lane's process is alive, whatever its engine does; said at least every 10 s."""
+
+    now: float
+    lane: int
+
+
+@dataclass(frozen=True, slots=True)
 class Said:
     """A lane answers what it was told; the event's own time counts for nothing."""
 
@@ -61,7 +69,7 @@ class Clock:
     now: float
 
 
-Event: TypeAlias = Asked | Up | Said | Died | Clock
+Event: TypeAlias = Asked | Up | Heard | Said | Died | Clock
 
 # ---------------------------------------------------------------- effects
 

@@ -7,23 +7,28 @@ log and every traceback (exit code 70). Started by `fleet.py`.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import signal
 import socket
 import sys
 import threading
+import time
 import traceback
+from typing import NoReturn
 
 from esnode import nodeoptions, reports
 from esnode.enginethread import Broken, EngineThread
 from esnode.events import Progress
-from esnode.lanewire import Loaded, Log, Pipe, Refused
+from esnode.lanewire import Alive, Loaded, Log, Pipe, Refused
 from protocol.errors import UserError
 from protocol.messages import Unit
 
 EXIT_REFUSED, EXIT_BUG = 1, 70
 REPORT_SECONDS = 0.2
+ALIVE_SECONDS = 5.0
+PR_SET_PDEATHSIG = 1
 
 
 class _ToNode(logging.Handler):
@@ -46,7 +51,8 @@ class LaneProcess:
         self._engine: EngineThread | None = None
         self._wake = threading.Event()
         self._told: dict[Unit, int] = {}
-        threading.Thread(target=self._listen, name="node", daemon=True).start()
+        for name, target in (("node", self._listen), ("alive", self._beat)):
+            threading.Thread(target=target, name=name, daemon=True).start()
 
     def run(self) -> int:
         """Load, then work until the node is gone; the exit code."""
@@ -85,12 +91,35 @@ class LaneProcess:
         except Exception:
             self._pipe.send(Log(logging.ERROR, traceback.format_exc()))
             os._exit(EXIT_BUG)
-        os._exit(0)
+        _end_group()
+
+    def _beat(self) -> None:
+        """Say that this process runs. An engine that lets nobody else run, or a SIGSTOP, ends that."""
+        try:
+            while True:
+                self._pipe.send(Alive())
+                time.sleep(ALIVE_SECONDS)
+        except OSError:
+            return  # the node is gone, which the other thread hears
+
+
+def _end_group() -> NoReturn:
+    """The end of this process and of what it started, ranks of its engine included."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(0)
+
+
+def _die_with_node() -> None:
+    """Linux ends this process with its node, also when it is stopped or inside native code."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def main() -> int:
     """Run one lane."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the node, which ends us
+    _die_with_node()
     pipe = Pipe(socket.socket(fileno=int(sys.argv[1])))
     options = nodeoptions.parse(sys.argv[2:])
     log = logging.getLogger(options.name)

@@ -27,6 +27,7 @@ from esnode.laneevents import (
     Event,
     Fail,
     GoBack,
+    Heard,
     Kill,
     Said,
     Start,
@@ -56,6 +57,8 @@ DEADLY = 2  # lanes that ended over a unit before it counts as failed here
 DEAF = 60.0  # seconds a lane may go on with a cancelled unit until it is ended,
 STILL = 900.0  # may say nothing of a unit,
 LATE, SLOWER = 300.0, 10.0  # and may need for an update beyond so many times what the first needed
+SILENT = 120.0  # seconds without any word of a lane, a sign of life included, until it is ended
+AWAY = 5.0  # seconds without an event: this process stood still itself, and nobody could be heard
 MOST_DOUBTS = 2  # times in a row that replay may leave lanes with unlike bits
 
 
@@ -70,9 +73,22 @@ def step(state: State, event: Event) -> tuple[State, tuple[Effect, ...]]:
     if state.failed:
         return state, ()
     turn = Turn(replace(state, now=max(state.now, event.now)))
+    _listen(turn, event, turn.state.now - state.now > AWAY)
     _ON_EVENT[type(event)](turn, event)
     _go_on(turn)
     return turn.state, tuple(turn.effects)
+
+
+def _listen(turn: Turn, event: Event, away: bool) -> None:
+    """A process that was stopped, or holds on to the interpreter, says nothing at all: it is ended."""
+    now = turn.state.now
+    heard = {event.lane} if isinstance(event, Up | Heard | Said) else set()
+    for number, lane in enumerate(turn.state.lanes):
+        if number in heard or away:
+            turn.change(number, heard=now)
+        elif now - lane.heard > SILENT and lane.phase not in (DOWN, GONE):
+            turn.change(number, heard=now)
+            turn.do(Tidings(f"{turn.name(number)} says nothing any more and is ended"), Kill(number))
 
 
 # ---------------------------------------------------------------- what the node asks
@@ -82,7 +98,7 @@ def _on_asked(turn: Turn, event: Asked) -> None:
     effect, state = event.effect, turn.state
     match effect:
         case ne.Evaluate():
-            turn.set(waiting=(*state.waiting, Job(effect)))
+            turn.set(waiting=(*state.waiting, Job(effect, height=state.height)))
         case ne.CancelUnit(unit):
             _cancel(turn, unit, effect)
         case ne.Apply() | ne.Rewind():
@@ -193,13 +209,14 @@ def _on_died(turn: Turn, event: Died) -> None:
     """The process of a lane has ended, whatever the reason; its unit is run again."""
     number, state = event.lane, turn.state
     lane = state.lanes[number]
-    if lane.phase == GONE:
-        return
     turn.set(asked=state.asked - {number}, answers={k: a for k, a in state.answers.items() if k != number})
     crashes = lane.crashes + 1
-    turn.change(number, jobs=(), phase=DOWN, crashes=crashes, stale=False, height=None)
+    phase = GONE if lane.phase == GONE else DOWN
+    turn.change(number, jobs=(), phase=phase, crashes=crashes, stale=False, height=None)
     _again(turn, tuple(replace(job, deaths=job.deaths + 1, scoring=False) for job in lane.jobs))
     laneerrands.drop(turn, number)
+    if phase == GONE:
+        return
     if event.refused:
         return _give_up(turn, number, event.reason)
     if crashes >= MOST_CRASHES:
@@ -250,7 +267,7 @@ def _go_on(turn: Turn) -> None:
         return
     for number in turn.phase(DOWN):
         if turn.state.now >= turn.state.lanes[number].retry:
-            turn.change(number, phase=STARTING)
+            turn.change(number, phase=STARTING, heard=turn.state.now)
             turn.do(Start(number))
     _catch_up(turn)
     laneerrands.run(turn)
@@ -333,6 +350,10 @@ def _deal(turn: Turn) -> None:
                 turn.change_job(number, job.unit, moved=now, cancelled=now if deaf else job.cancelled)
                 turn.do(Tidings(f"{turn.name(number)} {what} and is ended"), Kill(number))
                 break
+    for job in turn.state.waiting:  # its answers were lost after the weights had moved on
+        if job.height != turn.state.height:
+            turn.answer(ne.EvaluationFailed(0.0, job.unit, "its engine ended while the answers were scored"))
+    turn.set(waiting=tuple(job for job in turn.state.waiting if job.height == turn.state.height))
     free = sorted((lane.pace, k) for k, lane in enumerate(turn.state.lanes) if lane.free)
     for _, number in free[: len(turn.state.waiting)]:
         job, *rest = turn.state.waiting
@@ -342,7 +363,7 @@ def _deal(turn: Turn) -> None:
         turn.do(Tell(number, job.what))
 
 
-def _on_clock(turn: Turn, event: Clock) -> None:
+def _on_clock(turn: Turn, event: Clock | Heard) -> None:
     """Only time passes."""
 
 
@@ -352,4 +373,5 @@ _ON_EVENT: dict[type[Any], Callable[[Turn, Any], None]] = {
     Said: _on_said,
     Died: _on_died,
     Clock: _on_clock,
+    Heard: _on_clock,
 }

@@ -32,6 +32,7 @@ class Job:
     scoring: bool = False
     began: float = 0.0
     moved: float = 0.0  # when it was last heard of
+    height: int = 0  # entries reflected by the weights it is about
     cancelled: float | None = None
 
     @property
@@ -54,6 +55,7 @@ class Lane:
     crashes: int = 0  # in a row
     retry: float = 0.0
     pace: float = 0.0  # seconds its last unit took
+    heard: float = 0.0  # when its process last said anything
 
     @property
     def free(self) -> bool:

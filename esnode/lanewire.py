@@ -22,7 +22,6 @@ from protocol.entries import Entry, parse
 from protocol.messages import Unit
 
 _LENGTH = struct.Struct("<I")
-SEND_SECONDS = 20.0  # a process that takes nothing for so long has stopped
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +58,11 @@ class Log:
 
 
 @dataclass(frozen=True, slots=True)
+class Alive:
+    """Nothing has happened; said every few seconds, also while the engine is loading or at work."""
+
+
+@dataclass(frozen=True, slots=True)
 class Refused:
     """Last word of a lane that cannot work here; the sentence says why."""
 
@@ -71,7 +75,7 @@ TYPES: dict[str, type[Any]] = {
         *(ne.Evaluate, ne.CancelUnit, ne.Apply, ne.Rewind, pe.Mend, pe.TakeDigests, pe.Prove, se.Save),
         *(ne.Evaluated, ne.EvaluationFailed, ne.Cancelled, ne.Generated, ne.Progress),
         *(ne.EntriesApplied, ne.Rewound, pe.Damaged, pe.Mended, pe.Digested, pe.Proved, se.Saved),
-        *(Loaded, Log, Refused),
+        *(Loaded, Log, Alive, Refused),
     )
 }
 

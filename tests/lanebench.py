@@ -27,6 +27,7 @@ from esnode.laneevents import (
     Effect,
     Fail,
     GoBack,
+    Heard,
     Kill,
     Said,
     Start,
@@ -63,6 +64,7 @@ class Engine:
     running: set[Unit] = field(default_factory=set)
     always: int = 0  # damage of every replay: its arithmetic is wrong
     deadly: set[Unit] = field(default_factory=set)  # units it dies of
+    stopped: bool = False  # SIGSTOP
     free: float = 0.0  # when it has done what it was told
 
 
@@ -159,6 +161,9 @@ class Bench:
                 self.now, _, action = heapq.heappop(self.events)
                 action()
             self.now = beat
+            for number, engine in enumerate(self.engines):
+                if engine.up and not engine.stopped:
+                    self._step(Heard(self.now, number))
             self._step(Clock(self.now))
 
     def _step(self, event: Any) -> None:
@@ -190,11 +195,11 @@ class Bench:
         assert not engine.up, "started twice"
         self.starts += 1
         engine.up, engine.life, engine.master, engine.damage = True, engine.life + 1, (), 0
-        engine.running, engine.free = set(), self.now
+        engine.running, engine.free, engine.stopped = set(), self.now, False
         life = engine.life
 
         def loaded() -> None:
-            if engine.up and engine.life == life:
+            if engine.up and engine.life == life and not engine.stopped:
                 self._step(Up(self.now, number))
 
         if number in self.refuses:
@@ -228,7 +233,7 @@ class Bench:
         engine.free = max(engine.free, self.now) + seconds
 
         def done() -> None:
-            if not engine.up or engine.life != life:
+            if not engine.up or engine.life != life or engine.stopped:
                 return
             if isinstance(what, ne.Evaluate) and what.unit in engine.deadly:
                 return self.kill(number, "segmentation fault")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import logging
 import os
 import signal
 import subprocess
@@ -10,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from esnode import nodeoptions
+from esnode.fleet import Fleet
+from esnode.lanewire import Refused
 from protocol import ledger
 from tests.runs import Processes, make_folder, wait_for
 
@@ -100,6 +106,38 @@ def test_lanes_end_with_their_node(tmp_path: Path) -> None:
         node.terminate()
         assert node.wait(20) == 0 and time.monotonic() - began < 10
         wait_for(lambda: not any(alive(pid) for pid in pids), 20)
+
+
+def test_stopped_lanes_go_with_their_node(tmp_path: Path) -> None:
+    """A process that is stopped, or hangs in native code, does not see that its node is gone."""
+    make_folder(tmp_path, ("n1",))
+    (tmp_path / "hold").touch()
+    with Processes(tmp_path) as processes:
+        processes.coordinator()
+        node = processes.node("n1", *LANES)
+        wait_for(lambda: units_of(processes))
+        pids = lane_pids(node)
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        processes.kill("n1")
+        wait_for(lambda: not any(alive(pid) for pid in pids), 20)
+
+
+def test_a_lane_that_takes_nothing_or_sends_anything_holds_nobody_up(tmp_path: Path) -> None:
+    lock = make_folder(tmp_path, ("n1",))
+    options = nodeoptions.parse(["--run", str(tmp_path), "--name", "n1", "--threads", "1", *LANES])
+    with contextlib.closing(Fleet(options, lock, logging.getLogger("n1"))) as fleet:
+        fleet.wait_loaded()
+        first, second = (fleet._processes[number] for number in (0, 1))
+        os.kill(first.process.pid, signal.SIGSTOP)
+        began = time.monotonic()
+        for _ in range(100):
+            fleet._tell(0, Refused("x" * 100_000))  # any frame: ten megabytes are more than a socket holds
+        assert time.monotonic() - began < 5
+        second.pipe._stream = io.BytesIO(b"\x05\0\0\0\xff\xc1\xc1\xc1\xc1")
+        while second in fleet._processes.values():
+            fleet.events(time.monotonic())
+        assert fleet._state.lanes[1].crashes == 1 and second.process.poll() is not None
 
 
 def alive(pid: int) -> bool:

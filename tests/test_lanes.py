@@ -10,7 +10,8 @@ from esnode import events as ne
 from esnode import lanes
 from esnode import proofevents as pe
 from esnode import snapshotevents as se
-from tests.lanebench import Bench, ready, unit_of
+from esnode.laneevents import Said
+from tests.lanebench import Bench, ready, replace, unit_of
 
 
 def of(bench: Bench, kind: type) -> list:
@@ -42,8 +43,6 @@ def test_a_lane_that_only_scores_is_free() -> None:
 
 
 def bench_said(bench: Bench, event: ne.Event):  # type: ignore[no-untyped-def]
-    from esnode.laneevents import Said
-
     return Said(bench.now, 0, event)
 
 
@@ -305,3 +304,65 @@ def test_any_faults(seed: int) -> None:
     assert all(lane.phase in ("ready", "given up") for lane in bench.state.lanes)
     for lane, engine in zip(bench.state.lanes, bench.engines, strict=True):
         assert lane.phase == "given up" or engine.master == bench.chain[: bench.applied]
+
+
+# ---------------------------------------------------------------- processes that are stopped
+
+
+@pytest.mark.parametrize("moment", ["loading", "idle", "unit", "apply", "catching up"])
+def test_a_stopped_process_is_ended_whatever_it_was_at(moment: str) -> None:
+    bench = Bench(1.0, 1.0)
+    if moment != "loading":
+        bench.run(2.0)
+    if moment == "unit":
+        bench.evaluate(0, 1)
+    if moment == "catching up":
+        bench.apply(2)
+        bench.run(1.0)
+        bench.kill(0)
+        while bench.state.lanes[0].phase != "catching up":
+            bench.run(0.1)
+    bench.engines[0].stopped = True
+    if moment == "apply":
+        bench.engines[1].stopped = True  # nobody has done it, so no pace of another says that one is late
+        bench.apply()
+    bench.run(130.0)
+    assert any("says nothing any more and is ended" in words for words in bench.words)
+    assert [lane.phase for lane in bench.state.lanes] == ["ready", "ready"]
+    assert not bench.busy and bench.moving is None and not bench.failed
+
+
+def test_a_node_that_was_stopped_itself_blames_nobody() -> None:
+    bench = ready(1.0, 1.0)
+    bench.now += 3600.0
+    bench.run(10.0)
+    assert bench.starts == 2 and not bench.words
+
+
+def test_a_unit_lost_while_it_was_scored_is_not_measured_on_later_weights() -> None:
+    """The node's core has been told that its answers are there, so an update may come before it is redone."""
+    bench = ready(9.0, 9.0)
+    bench.evaluate(0, 1)
+    bench.run(0.5)
+    for number, lane in enumerate(bench.state.lanes):
+        bench._step(Said(bench.now, number, ne.Generated(0.0, lane.jobs[0].unit)))
+    bench.busy.clear()  # to the core nobody needs the weights
+    bench.apply()
+    bench.busy |= {unit_of(0), unit_of(1)}
+    bench.kill(0)
+    bench.run(30.0)
+    lost = [outcome for outcome in bench.outcomes.values() if isinstance(outcome, ne.EvaluationFailed)]
+    assert not bench.busy and [outcome.reason for outcome in lost] == [
+        "its engine ended while the answers were scored"
+    ]
+
+
+def test_units_that_a_given_up_lane_was_scoring_are_not_lost() -> None:
+    bench = ready(5.0, 1.0)
+    bench.evaluate(0)
+    first, second = bench.state.lanes
+    bench.state = replace(bench.state, lanes=(replace(first, phase="given up"), second))
+    bench.kill(0)
+    bench.run(3.0)
+    assert isinstance(bench.outcomes[unit_of(0)], ne.Evaluated)
+    assert bench.state.lanes[0].phase == "given up" and bench.starts == 2
