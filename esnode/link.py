@@ -66,7 +66,8 @@ _SENTENCES = {
     State.CONNECTED: "connected to {address}",
     State.UNREACHABLE: "nothing answers at {address}; is the coordinator running, and is the port open?",
     State.SILENT: "{address} accepts connections but stays silent; is the coordinator stopped or overloaded?",
-    State.WRONG_KEY: "{address} breaks the handshake off: its key is not the one this node expects",
+    State.WRONG_KEY: "{address} breaks the handshake off: its key is not the one this node expects; "
+    "if a successor serves the run now, ask its operator for an invite",
     State.FOREIGN: "what listens at {address} is no encrypted esnode coordinator",
     State.REFUSED: "the coordinator at {address} does not admit this node's key {key}; ask its operator",
 }

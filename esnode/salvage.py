@@ -98,7 +98,9 @@ def bring(texts: Sequence[str], seed: bytes, folder: Path, tell: Tell) -> Path:
         found += [(line.chain, line.source) for line in lines.all if not line.reason]
         failed += [f"{line.source.address}: {line.reason}" for line in lines.all if line.reason]
         if not found:
-            raise SalvageError(f"no ledger could be had: {'; '.join(failed)}")
+            raise SalvageError(
+                f"no ledger could be had: {'; '.join(failed)}. Name other nodes, or a copy of a node.ledger"
+            )
         for sentence in failed:
             tell(f"going on without {sentence}", 1, 1)
         chain = _strongest(found)

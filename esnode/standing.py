@@ -243,9 +243,10 @@ def _why(node: Mapping[str, Any]) -> str:
 
 
 def _work(node: Mapping[str, Any]) -> str:
-    return ", then ".join(
-        f"{label} {thousandths / 10:.0f}%" if thousandths else label for label, thousandths in node["units"]
-    )
+    """The units a node holds: those its lanes evaluate at once, then those that wait."""
+    units = [f"{label} {done / 10:.0f}%" if done else label for label, done in node["units"]]
+    lanes = node.get("lanes", 1)
+    return ", then ".join([" and ".join(units[:lanes]), *units[lanes:]])
 
 
 def node_words(node: Mapping[str, Any]) -> str:

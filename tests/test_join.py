@@ -205,7 +205,7 @@ def test_a_firewall_that_drops_packets(coordinator: Coordinator) -> None:
 def test_wrong_keys_and_what_the_coordinator_says(coordinator: Coordinator, tmp_path: Path) -> None:
     run = LOCK.run_id
     wrong = told(invite=coordinator.invite(run, server=b"\x07" * 32))
-    assert "its key is not the one this node expects" in wrong
+    assert "its key is not the one this node expects; if a successor serves" in wrong
     unknown = told(invite=coordinator.invite(run, secret=b"\x08" * 32))
     assert "does not know this invite" in unknown and "ask its operator" in unknown
     other = told(invite=coordinator.invite(b"\x09" * 32), name="a")

@@ -365,6 +365,12 @@ def test_a_node_stays_readable_on_80_columns() -> None:
     assert "gpu-1 member 4 chunks 0-1, then member 5 chunk 1; at round 3; a whole member" in lines
 
 
+def test_what_several_lanes_evaluate_at_once_is_told_from_what_waits() -> None:
+    units = [["member 4 chunk 0", 0], ["member 5 chunk 0", 410], ["member 6 chunk 0", 0]]
+    node = {"name": "n", "state": "ready", "reason": "", "units": units, "lanes": 2}
+    assert standing.node_words(node) == "member 4 chunk 0 and member 5 chunk 0 41%, then member 6 chunk 0"
+
+
 def test_a_revoked_peer_is_not_shown_and_one_never_dialled_is_no_news() -> None:
     peer = {"addresses": ["tcp://192.0.2.9:1"], "reached": "not tried yet", "kept": [4], "serving": 0}
     peers = {name: {**peer, "donor": "yes", "catching_up": "", "faults": {}} for name in ("here", "gone")}

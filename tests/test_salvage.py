@@ -74,7 +74,7 @@ def test_the_tasks_data_come_along_unless_they_were_altered(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("tcp://127.0.0.1:{closed}/{a}", "nothing answers"),
+        ("tcp://127.0.0.1:{closed}/{a}", "nothing answers. Name other nodes, or a copy of a node.ledger"),
         ("tcp://127.0.0.1:{silent}/{a}", "it accepts connections and stays silent"),
         ("{address}/{b}", "its key is not the one expected"),
         ("{address}", "name its key too"),
