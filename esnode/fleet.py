@@ -181,6 +181,10 @@ class Fleet:
         if others and loaded.selftest not in others:
             process.sentence = f"kernel {loaded.backend!r} computes other bits than those of the other lanes"
             return self._kill(number)
+        if loaded.run != self._lock.run_id:
+            where = self._options.run / "lock.json"
+            process.sentence = f"{where} has been altered since this node started: bring back the run's own"
+            return self._kill(number)
         self._loaded[number] = loaded
         self._log.info("%s is ready: %s", name_of(self._state, number), loaded.backend)
         self._step(laneevents.Up(now, number))

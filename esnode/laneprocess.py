@@ -63,7 +63,9 @@ class LaneProcess:
         self._engine = EngineThread(workshop, self._wake.set)
         about = workshop.about
         self._pipe.send(
-            Loaded(about.backend, about.device, about.selftest, about.fingerprint, about.versions)
+            Loaded(
+                lock.run_id, about.backend, about.device, about.selftest, about.fingerprint, about.versions
+            )
         )
         while True:
             self._wake.wait(REPORT_SECONDS)

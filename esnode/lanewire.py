@@ -40,8 +40,9 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """First word of a lane: its engine is ready, on the run's base model."""
+    """Its engine is ready, on the base model of the run whose lock it has read."""
 
+    run: bytes
     backend: str
     device: str
     selftest: bytes

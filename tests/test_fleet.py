@@ -17,7 +17,7 @@ from esnode import nodeoptions
 from esnode.fleet import Fleet
 from esnode.lanewire import Refused
 from protocol import ledger
-from tests.runs import Processes, make_folder, wait_for
+from tests.runs import Processes, make_folder, toy_lock, wait_for
 
 LANES = ("--lane", "cpu", "--lane", "cpu", "--loader", "tests.odd_lane:toy")
 
@@ -106,6 +106,23 @@ def test_lanes_end_with_their_node(tmp_path: Path) -> None:
         node.terminate()
         assert node.wait(20) == 0 and time.monotonic() - began < 10
         wait_for(lambda: not any(alive(pid) for pid in pids), 20)
+
+
+def test_a_lane_that_starts_again_with_another_lock_is_given_up(tmp_path: Path) -> None:
+    """Its updates would be of other bits than its siblings', and they all would go back for it."""
+    make_folder(tmp_path, ("n1",))
+    (tmp_path / "hold").touch()
+    with Processes(tmp_path) as processes:
+        processes.coordinator()
+        node = processes.node("n1", *LANES)
+        wait_for(lambda: len(units_of(processes)) == 3)
+        (tmp_path / "lock.json").write_bytes(toy_lock(alpha=(0.125,)).to_bytes())
+        os.kill(lane_pids(node)[0], signal.SIGKILL)
+        wait_for(lambda: "is given up: " in processes.words("n1"))
+        assert "lock.json has been altered since this node started" in processes.words("n1")
+        (tmp_path / "hold").unlink()
+        processes.wait_end()
+        assert node.wait(20) == 0, processes.words("n1")
 
 
 def test_stopped_lanes_go_with_their_node(tmp_path: Path) -> None:
