@@ -202,19 +202,28 @@ class Fleet:
     # ------------------------------------------------------------ processes
 
     def _start(self, number: int) -> None:
+        try:
+            self._spawn(number)
+        except OSError as error:  # no memory, no descriptor: perhaps later
+            reason = f"its process cannot be started: {error.strerror}"
+            self._step(laneevents.Died(time.monotonic(), number, reason, self._random.random()))
+
+    def _spawn(self, number: int) -> None:
         ours, theirs = socket.socketpair()
         plan, count = self._plans[number], len(self._plans)
         threads = plan.threads or max(1, self._options.threads // count)
         sharing = sum(other.devices == plan.devices != (devices.CPU,) for other in self._plans)
         words = nodeoptions.lane_words(self._options, threads, plan.backend, sharing)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "esnode.laneprocess", str(theirs.fileno()), *words],
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, **children.importable(), **devices.surroundings(plan, threads)},
-            pass_fds=(theirs.fileno(),),
-            start_new_session=True,
-        )
-        theirs.close()
+        with contextlib.ExitStack() as unused, theirs:
+            unused.callback(ours.close)
+            process = subprocess.Popen(
+                [sys.executable, "-m", "esnode.laneprocess", str(theirs.fileno()), *words],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **children.importable(), **devices.surroundings(plan, threads)},
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+            unused.pop_all()
         started = _Process(process, Pipe(ours))
         self._processes[number] = started
         for name, target in (("hears", self._listen), ("speaks", self._speak)):

@@ -37,6 +37,7 @@ ASK_AGAIN = 2.0
 ASK_COUNT = 256
 MOST_BYTES = wire.RULE_BY_TYPE[Entries].limit
 MOST_TASK = 2**32 - 1
+MOST_LEDGER = 2**30  # bytes of entries taken from one node; some thousands of times a long run's
 FILE = "survivor.ledger"
 PEER_FILE = "peer"  # in a node's folder: where its peer socket is, as --recover-from takes it
 
@@ -142,6 +143,7 @@ class Line:
         self._signing = signing
         self._moved = time.monotonic()
         self._asked = float("-inf")
+        self._bytes = 0
 
     def turn(self, now: float) -> None:
         """Ask, hear, give up."""
@@ -174,6 +176,9 @@ class Line:
         if not isinstance(message, Entries) or message.first != self.chain.height:
             return  # an answer to a question that was asked twice
         self._moved, self._asked = now, float("-inf")
+        self._bytes += sum(map(len, message.entries))
+        if self._bytes > MOST_LEDGER:
+            return self._fail(f"its ledger does not end within {MOST_LEDGER:,} bytes")
         try:
             for raw in message.entries:
                 self.chain.append(raw)

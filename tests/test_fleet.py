@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import logging
 import os
@@ -140,7 +141,9 @@ def test_stopped_lanes_go_with_their_node(tmp_path: Path) -> None:
         wait_for(lambda: not any(alive(pid) for pid in pids), 20)
 
 
-def test_a_lane_that_takes_nothing_or_sends_anything_holds_nobody_up(tmp_path: Path) -> None:
+def test_a_lane_that_takes_nothing_or_sends_anything_or_cannot_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     lock = make_folder(tmp_path, ("n1",))
     options = nodeoptions.parse(["--run", str(tmp_path), "--name", "n1", "--threads", "1", *LANES])
     with contextlib.closing(Fleet(options, lock, logging.getLogger("n1"))) as fleet:
@@ -155,6 +158,17 @@ def test_a_lane_that_takes_nothing_or_sends_anything_holds_nobody_up(tmp_path: P
         while second in fleet._processes.values():
             fleet.events(time.monotonic())
         assert fleet._state.lanes[1].crashes == 1 and second.process.poll() is not None
+
+        def refuse(*_: object, **__: object) -> None:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(subprocess, "Popen", refuse)
+            while fleet._state.lanes[1].crashes == 1:
+                fleet.events(time.monotonic())
+        assert "its process cannot be started: Cannot allocate memory" in caplog.text
+        while 1 not in fleet._processes:
+            fleet.events(time.monotonic())
 
 
 def alive(pid: int) -> bool:

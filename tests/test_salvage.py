@@ -107,6 +107,15 @@ def test_a_key_that_the_ledger_does_not_trust_reads_nothing(tmp_path: Path) -> N
             salvage.bring([source(exchange, "a")], STRANGER, tmp_path / "heir", silent)
 
 
+def test_a_ledger_without_end_is_not_read_to_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever makes a lock that trusts this user and itself can sign entries for ever."""
+    with Exchange(tmp_path) as exchange:
+        exchange.donor("a")
+        monkeypatch.setattr(salvage, "MOST_LEDGER", sum(map(len, exchange.entries)) - 1)
+        with pytest.raises(SalvageError, match="does not end within"):
+            salvage.bring([source(exchange, "a")], SIGNING_SEED, tmp_path / "heir", silent)
+
+
 def test_an_altered_entry_is_found(tmp_path: Path) -> None:
     with Exchange(tmp_path) as exchange:
         tip = parse(exchange.entries[-1])
