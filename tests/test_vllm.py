@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from esnode.engines import vllm_start
 from esnode.engines.vllm_start import VllmUnavailable
@@ -108,3 +109,13 @@ def test_without_vllm_the_way_to_get_it_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(metadata, "version", missing)
     with pytest.raises(VllmUnavailable, match=r"pip install 'esnode\[vllm\]'"):
         vllm_start.require_supported()
+
+
+def test_a_model_that_vllm_loads_and_cannot_compute_is_refused_in_a_sentence() -> None:
+    with (
+        pytest.raises(VllmUnavailable, match=r"head_dim=8\. Use --engine transformers"),
+        vllm_start.first_answers(Path("model")),
+    ):
+        raise RuntimeError("Unsupported CPU attention configuration: head_dim=8")
+    with pytest.raises(torch.OutOfMemoryError), vllm_start.first_answers(Path("model")):
+        raise torch.OutOfMemoryError("smaller batches may do")

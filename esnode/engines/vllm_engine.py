@@ -252,7 +252,8 @@ def load(
         made = VllmEngine(
             lock, ranked, engine, kernel_registry.pick("cpu", None, threads), fingerprint, plan, ranks
         )
-        vllm_canary.check(made, ranked.reloaded)
+        with vllm_start.first_answers(folder):
+            vllm_canary.check(made, ranked.reloaded)
         return made
     host = placement.open_master(lock, plan, device, wish)
     kernels = placement.pick(device, backend, host)
@@ -262,7 +263,8 @@ def load(
     replica = Replica(model, views, lock, folder, kernels, device=device, host=host)
     require_base(lock, replica, folder)
     made = VllmEngine(lock, replica, engine, kernels, fingerprint, plan, ranks)
-    vllm_canary.check(made, partial(vllm_canary.reloaded, lock, replica, through))
+    with vllm_start.first_answers(folder):
+        vllm_canary.check(made, partial(vllm_canary.reloaded, lock, replica, through))
     return made
 
 

@@ -114,6 +114,20 @@ def start(
 
 
 @contextlib.contextmanager
+def first_answers(folder: Path) -> Iterator[None]:
+    """VllmUnavailable where vLLM loads a model that its kernels cannot compute (a head of 8 on a CPU)."""
+    try:
+        yield
+    except RuntimeError as error:
+        if is_shortage(error):
+            raise
+        detail = (str(error).splitlines() or ["no reason given"])[0]
+        raise VllmUnavailable(
+            f"vLLM cannot compute the model in {folder} here: {detail}. Use --engine transformers"
+        ) from error
+
+
+@contextlib.contextmanager
 def _hidden(name: str) -> Iterator[None]:
     """Keep a module out of sight: vLLM looks into every loaded one, and llvmlite has an object that minds."""
     module = sys.modules.pop(name, None)
