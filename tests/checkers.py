@@ -90,6 +90,8 @@ class Checkers:
     @property
     def ended(self) -> bool:
         head = self.tree.head
+        if self.histories.cloned:  # of two copies the one that is kept may be of a lower term
+            return any(entry.kind is EntryKind.END for entry in self.tree.known_raw.values())
         return head is not None and head.entry.kind is EntryKind.END
 
     @property
