@@ -49,10 +49,11 @@ class Snapshot:
     entry: bytes
     digest: int
     master: Weights
+    root: bytes  # of the master as it was written; stays what it is when the file is damaged
 
     @property
-    def root(self) -> bytes:
-        return root_of(self.entry, self.master)
+    def whole(self) -> bool:
+        return self.root == root_of(self.entry, self.master)
 
     @property
     def size(self) -> int:
@@ -82,9 +83,9 @@ class Larder:
 
     def save(self, effect: Save) -> None:
         master = self.node.replica.master.copy()
-        self.node.later(
-            SAVING, partial(self._saved, Snapshot(effect.round, effect.entry, effect.digest, master))
-        )
+        root = root_of(effect.entry, master)
+        made = Snapshot(effect.round, effect.entry, effect.digest, master, root)
+        self.node.later(SAVING, partial(self._saved, made))
 
     def _saved(self, made: Snapshot) -> None:
         node, ms = self.node, int(SAVING * 1000)
@@ -149,7 +150,7 @@ class Larder:
         if not peer.up or file is None:
             node.step(PeerReached(node.clock, donor.key, "none", "it does not answer"))
             return node.later(1.0, partial(self._next_part, effect, transfer, done, rest))
-        if peer.larder.poisons:
+        if peer.larder.poisons or not file.whole:
             node.step(PeerPoisoned(node.clock, donor.key, effect.root, done, "another hash"))
             return node.later(PART_SECONDS, partial(self._next_part, effect, transfer, done, rest))
         if done + 1 < PARTS:

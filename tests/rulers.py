@@ -134,8 +134,11 @@ class Operator:
         world, ruler = self.world, self.ruler
         if ruler is None or world.finished:
             return
-        if ruler.stopped and ruler.stopped[1] and self.keys:
-            self._recover()
+        if ruler.stopped and ruler.stopped[1]:
+            if self.keys:
+                self._recover()
+            elif not world.coming:
+                world.start(ruler, 1.0)  # as its last words say: once more, it takes a higher term then
         elif world.now > world.faults.until + people.PATIENCE and ruler.state.lineage.waiting:
             if ruler.recover != "force":
                 ruler.recover = "force"
