@@ -43,6 +43,13 @@ class Workshop(Protocol):
     def rewind(self, entries: Sequence[Entry]) -> tuple[int, int]:
         """Make the master a state of this beginning of the ledger: (how many entries it reflects, D)."""
 
+    @property
+    def host_path(self) -> str | None:
+        """What other workshops attach to, of a master in host memory."""
+
+    def refresh(self) -> int:
+        """Take over what the leader of a shared master has written; D."""
+
     def save(self, round: int, entry: bytes, digest: int, done: Callable[[Saved], None]) -> None:
         """Begin to write the master as a snapshot; `done` is called from another thread when it is over."""
 
@@ -109,6 +116,13 @@ class Restored:
     height: int
     digest: int
     ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What the leader of a shared master wrote has been taken over; D."""
+
+    digest: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +198,10 @@ class EngineThread:
     def rewind(self, entries: tuple[Entry, ...]) -> None:
         """Go back to a state of these entries; a `Restored` follows."""
         self._commands.put(partial(self._restore, entries))
+
+    def refresh(self) -> None:
+        """Take over what the leader of a shared master has written; a `Taken` follows."""
+        self._commands.put(self._refresh)
 
     def heal(self, entries: tuple[Entry, ...], tensors: tuple[str, ...]) -> None:
         """Derive tensors again from these entries; a `Repaired` follows."""
@@ -308,6 +326,12 @@ class EngineThread:
         except Exception as error:  # as above
             return _broken(error)
         return Restored(height, digest, int((time.monotonic() - began) * 1000))
+
+    def _refresh(self) -> Report:
+        try:
+            return Taken(self._workshop.refresh())
+        except Exception as error:  # as above
+            return _broken(error)
 
     def _repair(self, work: Callable[[], int]) -> Report:
         try:

@@ -24,7 +24,7 @@ from typing import Any
 
 from esnode import children, devices, events, laneevents, lanes, nodeoptions
 from esnode.lanestate import STARTING, name_of
-from esnode.lanewire import Alive, Loaded, Log, Pipe, Refused
+from esnode.lanewire import Alive, Loaded, Log, Need, Pipe, Refresh, Refused, Reread, Where
 from esnode.nodeoptions import Options
 from protocol.entries import Entry
 from protocol.errors import UserError
@@ -46,7 +46,7 @@ class _Process:
     process: subprocess.Popen[bytes]
     pipe: Pipe
     sentence: str = ""
-    told: queue.SimpleQueue[events.Effect | None] = field(default_factory=queue.SimpleQueue)
+    told: queue.SimpleQueue[events.Effect | Where | Refresh | None] = field(default_factory=queue.SimpleQueue)
 
 
 class Fleet:
@@ -150,6 +150,10 @@ class Fleet:
                     self._kill(number)
                 case laneevents.Tell(number, what):
                     self._tell(number, what)
+                case laneevents.Place(number, leader):
+                    self._place(number, leader)
+                case laneevents.Reread(number):
+                    self._tell(number, Refresh())
                 case laneevents.GoBack(number, upto):
                     self._tell(number, events.Rewind(tuple(self._chain[:upto])))
                 case laneevents.Advance(number, since, upto):
@@ -171,6 +175,10 @@ class Fleet:
                 self._step(laneevents.Heard(now, number))
             case Refused(sentence):
                 process.sentence = sentence
+            case Need():
+                self._step(laneevents.Wants(now, number))
+            case Reread(digest):
+                self._step(laneevents.Refreshed(now, number, digest))
             case None:
                 self._on_end(now, number, process)
             case _:
@@ -230,6 +238,16 @@ class Fleet:
             words = (number, started)
             threading.Thread(target=target, args=words, name=f"{name} lane {number}", daemon=True).start()
 
+    def _place(self, number: int, leader: int) -> None:
+        name = name_of(self._state, number)
+        if leader < 0:
+            self._log.info("%s leads the master in host memory", name)
+            return self._tell(number, Where(""))
+        self._log.info("%s reads the master that %s leads", name, name_of(self._state, leader))
+        path = self._loaded[leader].host_path
+        assert path is not None, "who was told to lead has made one"
+        self._tell(number, Where(path))
+
     def _listen(self, number: int, process: _Process) -> None:
         word: Any = 0
         while word is not None:
@@ -254,7 +272,7 @@ class Fleet:
         if number in self._processes:
             _end(self._processes[number].process)
 
-    def _tell(self, number: int, effect: events.Effect) -> None:
+    def _tell(self, number: int, effect: events.Effect | Where | Refresh) -> None:
         if number in self._processes:
             self._processes[number].told.put(effect)
 

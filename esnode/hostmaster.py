@@ -37,6 +37,10 @@ class HostMasterUnavailable(UserError):
     """Host memory for a master that cannot be had, or that is not what it was taken for."""
 
 
+class LeaderGone(HostMasterUnavailable):
+    """The process that led the master has ended."""
+
+
 class NotLeader(RuntimeError):
     """A process that only reads a shared master was told to write it."""
 
@@ -113,7 +117,7 @@ class HostMaster:
         try:
             file = os.open(path, os.O_RDONLY if device == "cpu" else os.O_RDWR)
         except OSError as error:
-            raise HostMasterUnavailable(
+            raise LeaderGone(
                 f"the shared master {path} cannot be opened ({error.strerror}): the process that leads it is "
                 "gone, or belongs to another user. Start all engines of this machine again."
             ) from None

@@ -6,10 +6,11 @@ Pure: the node's events only. Part of the core of lanes; called by `lanes.py`.
 from __future__ import annotations
 
 from esnode import events as ne
+from esnode import laneshare
 from esnode import proofevents as pe
 from esnode import snapshotevents as se
 from esnode.laneevents import Tell
-from esnode.lanestate import READY, Turn
+from esnode.lanestate import Turn
 
 
 def answered(turn: Turn, number: int, said: ne.Event) -> None:
@@ -21,11 +22,14 @@ def answered(turn: Turn, number: int, said: ne.Event) -> None:
     if done is None:
         return
     turn.set(errands=tuple(errand for errand in turn.state.errands if errand is not done))
+    if isinstance(said, pe.Digested) and said.damaged:  # read again, once it is rebuilt or by a sibling
+        turn.suspect(number, f"{', '.join(said.damaged[:3])} changed in memory")
+        return turn.set(errands=((-1, done[1]), *turn.state.errands))
     if isinstance(said, pe.Proved):
         turn.set(prover=number)
     if isinstance(said, pe.Mended) and said.digest != turn.state.digest:
         turn.set(digest=said.digest)
-        for other in turn.phase(READY):
+        for other in laneshare.writers(turn.state):
             if other != number:
                 turn.suspect(other, "a dispute was decided against it")
     turn.answer(said)
@@ -54,10 +58,12 @@ def lose_proof(turn: Turn, what: ne.Effect, why: str) -> None:
 
 def run(turn: Turn) -> None:
     """What one lane does for the node goes to the first that is ready, a Mend to the one that replayed."""
-    ready = turn.phase(READY)
+    ready = laneshare.writers(turn.state)
     if not ready:
         return
     for errand in [errand for errand in turn.state.errands if errand[0] < 0]:
+        if isinstance(errand[1], pe.Mend) and not laneshare.quiet(turn):
+            continue
         owner = turn.state.prover if isinstance(errand[1], pe.Mend) else ready[0]
         changed = (owner, errand[1])
         turn.set(errands=tuple(changed if e is errand else e for e in turn.state.errands))

@@ -63,13 +63,30 @@ class Died:
 
 
 @dataclass(frozen=True, slots=True)
+class Wants:
+    """A lane that loads needs a master in host memory; `Place` answers, perhaps once another has loaded."""
+
+    now: float
+    lane: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refreshed:
+    """A lane has reread the master that another one leads: its D."""
+
+    now: float
+    lane: int
+    digest: int
+
+
+@dataclass(frozen=True, slots=True)
 class Clock:
     """Time passes; at least once a second."""
 
     now: float
 
 
-Event: TypeAlias = Asked | Up | Heard | Said | Died | Clock
+Event: TypeAlias = Asked | Up | Heard | Said | Died | Wants | Refreshed | Clock
 
 # ---------------------------------------------------------------- effects
 
@@ -94,6 +111,21 @@ class Tell:
 
     lane: int
     effect: ne.Effect
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Tell a lane whose master in host memory it reads; `leader` -1: it makes and leads one."""
+
+    lane: int
+    leader: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reread:
+    """Have a lane take over what its leader has written; `Refreshed` follows."""
+
+    lane: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,4 +166,4 @@ class Fail:
     sentence: str
 
 
-Effect: TypeAlias = Start | Kill | Tell | GoBack | Advance | Answer | Tidings | Fail
+Effect: TypeAlias = Start | Kill | Tell | Place | Reread | GoBack | Advance | Answer | Tidings | Fail

@@ -10,18 +10,21 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import queue
 import signal
 import socket
 import sys
 import threading
 import time
 import traceback
+from dataclasses import replace
 from typing import NoReturn
 
 from esnode import nodeoptions, reports
-from esnode.enginethread import Broken, EngineThread
+from esnode.enginethread import Broken, EngineThread, Taken
 from esnode.events import Progress
-from esnode.lanewire import Alive, Loaded, Log, Pipe, Refused
+from esnode.hostmaster import LeaderGone
+from esnode.lanewire import Alive, Loaded, Log, Need, Pipe, Refresh, Refused, Reread, Where
 from protocol.errors import UserError
 from protocol.messages import Unit
 
@@ -47,7 +50,9 @@ class LaneProcess:
 
     def __init__(self, pipe: Pipe, options: nodeoptions.Options) -> None:
         self._pipe = pipe
-        self._options = options
+        self._options = replace(options, wish=replace(options.wish, ask=self._ask))
+        self._where: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._follows = False  # a master that another lane writes
         self._engine: EngineThread | None = None
         self._wake = threading.Event()
         self._told: dict[Unit, int] = {}
@@ -59,12 +64,15 @@ class LaneProcess:
         options = self._options
         lock = nodeoptions.read_lock(options.run)
         workshop = nodeoptions.loader(options.loader)(options, lock)
-        nodeoptions.check_base(workshop.digest(), lock)
+        if not self._follows:  # else `Refresh` comes, and its answer is compared with the leader's D
+            nodeoptions.check_base(workshop.digest(), lock)
         self._engine = EngineThread(workshop, self._wake.set)
         about = workshop.about
         self._pipe.send(
             Loaded(
-                lock.run_id, about.backend, about.device, about.selftest, about.fingerprint, about.versions
+                *(lock.run_id, about.backend, about.device, about.selftest),
+                *(about.fingerprint, about.versions),
+                workshop.host_path,
             )
         )
         while True:
@@ -75,7 +83,17 @@ class LaneProcess:
                 if isinstance(report, Broken):
                     self._pipe.send(Log(logging.ERROR, report.sentence or report.trace))
                     return EXIT_BUG
-                self._pipe.send(reports.event_of(0.0, report))
+                if isinstance(report, Taken):
+                    self._pipe.send(Reread(report.digest))
+                else:
+                    self._pipe.send(reports.event_of(0.0, report))
+
+    def _ask(self) -> str:
+        """The path of the master in host memory that another lane leads; empty: this one is to lead."""
+        self._pipe.send(Need())
+        path = self._where.get()
+        self._follows = bool(path)
+        return path
 
     def _tell_progress(self, engine: EngineThread) -> None:
         now = dict(engine.progress)
@@ -88,8 +106,14 @@ class LaneProcess:
         """Do what the node asks. Its end is ours, also in the middle of anything."""
         try:
             while (effect := self._pipe.receive()) is not None:
+                if isinstance(effect, Where):
+                    self._where.put(effect.path)
+                    continue
                 assert self._engine is not None, "nothing is asked before the engine is there"
-                reports.ask(self._engine, effect)
+                if isinstance(effect, Refresh):
+                    self._engine.refresh()
+                else:
+                    reports.ask(self._engine, effect)
         except Exception:
             self._pipe.send(Log(logging.ERROR, traceback.format_exc()))
             os._exit(EXIT_BUG)
@@ -129,6 +153,9 @@ def main() -> int:
     logging.getLogger().addHandler(_ToNode(pipe))
     try:
         return LaneProcess(pipe, options).run()
+    except LeaderGone as error:  # it died meanwhile: begin again, behind another one
+        pipe.send(Log(logging.WARNING, str(error)))
+        return EXIT_BUG
     except UserError as error:
         pipe.send(Refused(str(error)))
         return EXIT_REFUSED

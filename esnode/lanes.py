@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from esnode import events as ne
-from esnode import laneerrands
+from esnode import laneerrands, laneshare
 from esnode import proofevents as pe
 from esnode import snapshotevents as se
 from esnode.laneevents import (
@@ -29,16 +29,19 @@ from esnode.laneevents import (
     GoBack,
     Heard,
     Kill,
+    Refreshed,
     Said,
     Start,
     Tell,
     Tidings,
     Up,
+    Wants,
 )
 from esnode.lanestate import (
     BEHIND,
     BUILDING,
     DOWN,
+    FOLLOWS,
     GONE,
     READY,
     STARTING,
@@ -82,7 +85,7 @@ def step(state: State, event: Event) -> tuple[State, tuple[Effect, ...]]:
 def _listen(turn: Turn, event: Event, away: bool) -> None:
     """A process that was stopped, or holds on to the interpreter, says nothing at all: it is ended."""
     now = turn.state.now
-    heard = {event.lane} if isinstance(event, Up | Heard | Said) else set()
+    heard = {event.lane} if isinstance(event, Up | Heard | Said | Wants | Refreshed) else set()
     for number, lane in enumerate(turn.state.lanes):
         if number in heard or away:
             turn.change(number, heard=now)
@@ -131,6 +134,7 @@ def _cancel(turn: Turn, unit: Unit, effect: ne.CancelUnit) -> None:
 def _on_up(turn: Turn, event: Up) -> None:
     height = 0 if turn.state.height == 0 else None  # the shell has compared its base model with the run's
     turn.change(event.lane, phase=BEHIND, height=height, digest=turn.state.digest, far=False)
+    laneshare.on_up(turn, event.lane)
 
 
 def _on_said(turn: Turn, event: Said) -> None:
@@ -209,14 +213,18 @@ def _on_died(turn: Turn, event: Died) -> None:
     """The process of a lane has ended, whatever the reason; its unit is run again."""
     number, state = event.lane, turn.state
     lane = state.lanes[number]
+    laneshare.lost(turn, number)
     turn.set(asked=state.asked - {number}, answers={k: a for k, a in state.answers.items() if k != number})
-    crashes = lane.crashes + 1
+    own = 0 if lane.pulled else 1
+    crashes = lane.crashes + own
     phase = GONE if lane.phase == GONE else DOWN
-    turn.change(number, jobs=(), phase=phase, crashes=crashes, stale=False, height=None)
-    _again(turn, tuple(replace(job, deaths=job.deaths + 1, scoring=False) for job in lane.jobs))
+    turn.change(number, jobs=(), phase=phase, crashes=crashes, stale=False, height=None, pulled=False)
+    _again(turn, tuple(replace(job, deaths=job.deaths + own, scoring=False) for job in lane.jobs))
     laneerrands.drop(turn, number)
     if phase == GONE:
         return
+    if lane.pulled:
+        return turn.change(number, retry=state.now)
     if event.refused:
         return _give_up(turn, number, event.reason)
     if crashes >= MOST_CRASHES:
@@ -240,6 +248,7 @@ def _again(turn: Turn, jobs: tuple[Job, ...]) -> None:
 
 def _give_up(turn: Turn, number: int, why: str) -> None:
     turn.change(number, phase=GONE)
+    laneshare.lost(turn, number)
     turn.do(Kill(number))
     words = f"{turn.name(number)} is given up: {why}"
     if all(lane.phase == GONE for lane in turn.state.lanes):
@@ -272,9 +281,10 @@ def _go_on(turn: Turn) -> None:
     _catch_up(turn)
     laneerrands.run(turn)
     _carry_out(turn)
+    laneshare.follow(turn)
     if turn.state.order is None:
         _deal(turn)
-    count = max(1, len(turn.phase(READY)))
+    count = max(1, laneshare.offered(turn.state))
     if count != turn.state.offered and turn.state.order is None:
         turn.set(offered=count)
         turn.answer(ne.LanesChanged(0.0, count))
@@ -285,7 +295,9 @@ def _catch_up(turn: Turn) -> None:
     for number in turn.phase(BEHIND):
         state = turn.state
         lane = state.lanes[number]
-        if isinstance(state.order, ne.Rewind) or any(not job.scoring for job in lane.jobs):
+        if lane.role == FOLLOWS or isinstance(state.order, ne.Rewind) or lane.evaluates:
+            continue
+        if number == state.leader and not laneshare.quiet(turn):
             continue
         if lane.height is None or lane.height > state.height:
             turn.change(number, phase=BUILDING)
@@ -310,9 +322,13 @@ def _carry_out(turn: Turn) -> None:
         return _compare(turn)
     if isinstance(state.order, ne.Rewind):  # whatever a lane holds
         for number in turn.phase(BEHIND):
-            turn.change(number, phase=READY)
-    turn.set(asked=frozenset(turn.phase(READY)), ordered=state.now)
-    for number in turn.phase(READY):
+            if state.lanes[number].role != FOLLOWS:
+                turn.change(number, phase=READY)
+    writers = laneshare.writers(turn.state)
+    if state.leader in writers and not laneshare.quiet(turn):
+        return
+    turn.set(asked=frozenset(writers), ordered=state.now)
+    for number in writers:
         turn.do(Tell(number, state.order))
 
 
@@ -372,6 +388,8 @@ _ON_EVENT: dict[type[Any], Callable[[Turn, Any], None]] = {
     Up: _on_up,
     Said: _on_said,
     Died: _on_died,
+    Wants: laneshare.on_wants,
+    Refreshed: laneshare.on_refreshed,
     Clock: _on_clock,
     Heard: _on_clock,
 }

@@ -20,6 +20,7 @@ STARTING, READY, BEHIND, BUILDING, DOWN, GONE = (
     "down",
     "given up",
 )
+WAITS, FOLLOWS = "waits for a master", "reads a master"  # roles; "": has or leads one
 Moved: TypeAlias = ne.EntriesApplied | ne.Rewound
 
 
@@ -56,10 +57,17 @@ class Lane:
     retry: float = 0.0
     pace: float = 0.0  # seconds its last unit took
     heard: float = 0.0  # when its process last said anything
+    role: str = ""
+    pulled: bool = False  # ended because its leader did, which is no crash
+    since: float = 0.0  # when it began to read its leader's master
+
+    @property
+    def evaluates(self) -> bool:
+        return any(not job.scoring for job in self.jobs)
 
     @property
     def free(self) -> bool:
-        return self.phase == READY and all(job.scoring for job in self.jobs)
+        return self.phase == READY and not self.evaluates
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +87,7 @@ class State:
     answered: float = 0.0  # and when the first had done it
     errands: tuple[tuple[int, ne.Effect], ...] = ()  # what one lane does for the node; -1: nobody yet
     prover: int = -1  # who derived pieces last
+    leader: int = -1  # who writes the shared master, if there is one
     offered: int = 1
     doubts: int = 0  # in a row
     failed: bool = False
@@ -117,7 +126,12 @@ class Turn:
         return name_of(self.state, number)
 
     def suspect(self, number: int, why: str) -> None:
-        """The master of a lane is not what it should be."""
+        """The master of a lane, which may be its leader's, is not what it should be."""
+        lane = self.state.lanes[number]
+        if lane.pulled:
+            return  # of a master that nobody leads any more
+        if lane.role == FOLLOWS:
+            number = self.state.leader
         self.do(Tidings(f"{self.name(number)}: {why}; it is rebuilt by replay"))
         self.change(number, phase=BEHIND, height=None, odd=why)
 

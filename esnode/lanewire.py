@@ -48,6 +48,31 @@ class Loaded:
     selftest: bytes
     fingerprint: bytes
     versions: str
+    host_path: str | None = None  # of a master in host memory
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """A lane that loads needs a master in host memory, and waits for a `Where`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """The path of the master to read; empty: make one and lead it."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refresh:
+    """Take over what the leader of the shared master has written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reread:
+    """The answer: the D that is there."""
+
+    digest: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +101,7 @@ TYPES: dict[str, type[Any]] = {
         *(ne.Evaluate, ne.CancelUnit, ne.Apply, ne.Rewind, pe.Mend, pe.TakeDigests, pe.Prove, se.Save),
         *(ne.Evaluated, ne.EvaluationFailed, ne.Cancelled, ne.Generated, ne.Progress),
         *(ne.EntriesApplied, ne.Rewound, pe.Damaged, pe.Mended, pe.Digested, pe.Proved, se.Saved),
-        *(Loaded, Log, Alive, Refused),
+        *(Loaded, Log, Alive, Refused, Need, Where, Refresh, Reread),
     )
 }
 

@@ -22,6 +22,16 @@ from protocol.lock import Lock
 log = logging.getLogger(__name__)
 
 
+def agree(plan: MemoryPlan, device: str, wish: Wish) -> Wish:
+    """The wish of an engine that may share a master, once it is known who leads; may wait for that one.
+
+    Asked before our own host memory is planned, for only the leader needs any.
+    """
+    if wish.ask is None or not (wish.master == "host" or (wish.master == "auto" and _tight(plan, device))):
+        return wish
+    return replace(wish, attach=wish.ask() or None)
+
+
 def settle(plan: MemoryPlan, device: str, wish: Wish) -> MemoryPlan:
     """The plan with its master where it shall be. Nothing is refused here: see `memory.require`."""
     host = replace(
@@ -34,9 +44,12 @@ def settle(plan: MemoryPlan, device: str, wish: Wish) -> MemoryPlan:
         return replace(host, master=0, host=0)
     if wish.master == "host":
         return host
-    tight = plan.total > plan.available and device != "cpu"
     fits = host.host + hostmaster.SPARE <= host.host_available and host.on_device <= host.available
-    return host if wish.master == "auto" and tight and fits else plan
+    return host if wish.master == "auto" and _tight(plan, device) and fits else plan
+
+
+def _tight(plan: MemoryPlan, device: str) -> bool:
+    return plan.total > plan.available and device != "cpu"
 
 
 def open_master(lock: Lock, plan: MemoryPlan, device: str, wish: Wish) -> HostMaster | None:

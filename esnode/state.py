@@ -9,7 +9,7 @@ only one so far.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,7 +97,7 @@ class State:
         The masters are on `device`, or in `host`, shared memory: that a leader fills, and that anybody else
         finds filled, perhaps many rounds after the base. The digest is that of the base: for a fork, `replay`
         the parents' chains next. manifest.WrongBase when names or shapes are not the lock's, StateError when
-        a weight is too large for float16, TornState when shared memory was left half-written.
+        a weight is too large for float16. Shared memory that is being written can be used after `refresh`.
         """
         specs = manifest.check(folder, lock)
         if host is not None and not host.leader:
@@ -141,7 +141,8 @@ class State:
             if spec.trained
         ]
         made = cls(lock, folder, kernels, parts, host)
-        made.refresh(visit)
+        with suppress(TornState):  # the leader writes just now; nothing can be used before `refresh`
+            made.refresh(visit)
         return made
 
     @property

@@ -10,7 +10,7 @@ import hashlib
 import heapq
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,11 +29,15 @@ from esnode.laneevents import (
     GoBack,
     Heard,
     Kill,
+    Place,
+    Refreshed,
+    Reread,
     Said,
     Start,
     Tell,
     Tidings,
     Up,
+    Wants,
 )
 from protocol.entries import Entry
 from protocol.messages import Kind, Unit
@@ -52,14 +56,28 @@ def unit_of(number: int) -> Unit:
 
 
 @dataclass
-class Engine:
-    """What runs in a lane's process. `damage`: bits that are wrong in its master; `seen`: it will notice."""
+class Memory:
+    """A master. `damage`: bits that are wrong in it; `seen`: whoever reads will notice; `writing`: its leader
+    does, so nobody may read it.
+    """
 
-    pace: float = 1.0
-    up: bool = False
     master: tuple[Entry, ...] = ()
     damage: int = 0
     seen: bool = False
+    writing: bool = False
+    writes: int = 0
+
+
+@dataclass
+class Engine:
+    """What runs in a lane's process. `read`: how often its master had been written when it was reread."""
+
+    pace: float = 1.0
+    up: bool = False
+    memory: Memory = field(default_factory=Memory)
+    leads: bool = True
+    read: int = 0
+    reading: set[Unit] = field(default_factory=set)  # units that its master is read for
     life: int = 0  # counts processes
     running: set[Unit] = field(default_factory=set)
     always: int = 0  # damage of every replay: its arithmetic is wrong
@@ -67,11 +85,30 @@ class Engine:
     stopped: bool = False  # SIGSTOP
     free: float = 0.0  # when it has done what it was told
 
+    @property
+    def master(self) -> tuple[Entry, ...]:
+        return self.memory.master
+
+    @property
+    def damage(self) -> int:
+        return self.memory.damage
+
+    @damage.setter
+    def damage(self, bits: int) -> None:
+        self.memory.damage = bits
+
+    def begin_to_read(self, unit: Unit) -> None:
+        assert not self.memory.writing, "read while its leader writes"
+        assert self.leads or self.read == self.memory.writes, "not reread since its leader wrote"
+        self.reading.add(unit)
+
 
 class Bench:
     """Lanes and the node they work for."""
 
-    def __init__(self, *paces: float, seed: int = 0, commits: int = 20) -> None:
+    def __init__(self, *paces: float, seed: int = 0, commits: int = 20, shared: Sequence[int] = ()) -> None:
+        """`shared`: lanes whose master belongs in host memory."""
+        self.shared = frozenset(shared)
         self.random = random.Random(seed)
         self.now, self.order = 0.0, itertools.count()
         self.events: list[tuple[float, int, Callable[[], None]]] = []
@@ -179,6 +216,10 @@ class Bench:
                     self.kill(number, "it was ended")
                 case Tell(number, what):
                     self._tell(number, what)
+                case Place(number, leader):
+                    self._place(number, leader)
+                case Reread(number):
+                    self._reread(number)
                 case GoBack(number, upto):
                     self._tell(number, ne.Rewind(self.chain[:upto]))
                 case Advance(number, since, upto):
@@ -194,17 +235,46 @@ class Bench:
         engine = self.engines[number]
         assert not engine.up, "started twice"
         self.starts += 1
-        engine.up, engine.life, engine.master, engine.damage = True, engine.life + 1, (), 0
-        engine.running, engine.free, engine.stopped = set(), self.now, False
-        life = engine.life
-
-        def loaded() -> None:
-            if engine.up and engine.life == life and not engine.stopped:
-                self._step(Up(self.now, number))
-
+        engine.up, engine.life, engine.memory, engine.leads = True, engine.life + 1, Memory(), True
+        engine.running, engine.reading, engine.free, engine.stopped = set(), set(), self.now, False
         if number in self.refuses:
             return self.after(0.5, lambda: self.kill(number, "out of memory: buy more", refused=True))
-        self.after(1.0, loaded)
+        if number in self.shared:
+            return self._later(0.3, number, lambda: self._step(Wants(self.now, number)))
+        self._later(1.0, number, lambda: self._step(Up(self.now, number)))
+
+    def _later(self, seconds: float, number: int, action: Callable[[], None]) -> None:
+        """Unless this process has ended by then, or is stopped."""
+        engine, life = self.engines[number], self.engines[number].life
+
+        def due() -> None:
+            if engine.up and engine.life == life and not engine.stopped:
+                action()
+
+        self.after(seconds, due)
+
+    def _place(self, number: int, leader: int) -> None:
+        """A lane that loads is told whose master it reads."""
+        engine = self.engines[number]
+        if not engine.up:
+            return
+        if leader >= 0:
+            assert self.engines[leader].leads and self.engines[leader].up
+            engine.memory, engine.leads, engine.read = self.engines[leader].memory, False, -1
+        self._later(0.7, number, lambda: self._step(Up(self.now, number)))
+
+    def _reread(self, number: int) -> None:
+        engine = self.engines[number]
+        if not engine.up:
+            return
+        engine.free = max(engine.free, self.now) + 0.1
+
+        def done() -> None:
+            assert not engine.memory.writing, "reread while its leader writes"
+            engine.read = engine.memory.writes
+            self._step(Refreshed(self.now, number, digest_of(engine.master)))  # that of the header
+
+        self._later(engine.free - self.now, number, done)
 
     def kill(self, number: int, why: str = "killed by signal 9", refused: bool = False) -> None:
         """kill -9 of an engine."""
@@ -216,7 +286,7 @@ class Bench:
     def flip(self, number: int, seen: bool) -> None:
         """A bit of one master turns over."""
         self.engines[number].damage ^= 1 << self.random.randrange(40)
-        self.engines[number].seen = seen
+        self.engines[number].memory.seen = seen
 
     def _tell(self, number: int, what: ne.Effect) -> None:
         """One lane does one thing after another, but proofs, and hears a cancel at once."""
@@ -230,7 +300,14 @@ class Bench:
         if isinstance(what, ne.Evaluate):
             engine.running.add(what.unit)
         seconds = engine.pace if isinstance(what, ne.Evaluate) else 0.2
-        engine.free = max(engine.free, self.now) + seconds
+        begin = max(engine.free, self.now)
+        engine.free = begin + seconds
+        if isinstance(what, ne.Apply | ne.Rewind | pe.Mend):
+            assert engine.leads, "a reader was told to write"
+            self._later(begin - self.now, number, lambda: self._begin_to_write(engine))
+        elif isinstance(what, ne.Evaluate):
+            unit = what.unit
+            self._later(begin - self.now, number, lambda: engine.begin_to_read(unit))
 
         def done() -> None:
             if not engine.up or engine.life != life or engine.stopped:
@@ -241,8 +318,19 @@ class Bench:
 
         self.after(engine.free - self.now, done)
 
+    def _begin_to_write(self, engine: Engine) -> None:
+        for other in self.engines:
+            reads = other is not engine and other.up and other.memory is engine.memory
+            assert not (reads and other.reading), "written while another lane evaluates"
+        engine.memory.writing = True
+
     def _answer(self, engine: Engine, what: ne.Effect) -> ne.Event:
-        if engine.damage and engine.seen and isinstance(what, ne.Evaluate | ne.Apply):
+        if isinstance(what, ne.Apply | ne.Rewind | pe.Mend):
+            engine.memory.writing = False
+            engine.memory.writes += 1
+        elif isinstance(what, ne.Evaluate):
+            engine.reading.discard(what.unit)
+        if engine.damage and engine.memory.seen and isinstance(what, ne.Evaluate | ne.Apply):
             return pe.Damaged(0.0, what.unit if isinstance(what, ne.Evaluate) else None, ("w",))
         match what:
             case ne.Evaluate(unit):
@@ -253,17 +341,18 @@ class Bench:
             case ne.Apply(entries):
                 digests = []
                 for entry in entries:
-                    engine.master = (*engine.master, entry)
+                    engine.memory.master = (*engine.master, entry)
                     digests.append(digest_of(engine.master, engine.damage))
                 return ne.EntriesApplied(0.0, tuple(digests), 200)
             case ne.Rewind(entries):
                 height = min(self.snapshot, len(entries))
-                engine.master, engine.damage = self.chain[:height], engine.always
+                engine.memory.master, engine.damage = self.chain[:height], engine.always
                 return ne.Rewound(0.0, height, digest_of(engine.master, engine.damage), 200)
             case se.Save(round, entry, _):
                 return se.Saved(0.0, len(engine.master), entry, b"r", round, "", 9)
             case pe.TakeDigests():
-                return pe.Digested(0.0, (digest_of(engine.master, engine.damage),), ())
+                damaged = ("w",) if engine.damage and engine.memory.seen else ()
+                return pe.Digested(0.0, (digest_of(engine.master, engine.damage),), damaged)
             case pe.Prove(entries, pieces):
                 held = (digest_of(engine.master, engine.damage),)
                 return pe.Proved(0.0, pieces, held, (digest_of(entries),))

@@ -209,7 +209,7 @@ eval_every = 3
 """
 
 
-def tiny_run(folder: Path, model: Path) -> Processes:
+def tiny_run(folder: Path, model: Path, rounds: int = 3) -> Processes:
     """A run of a language model with random weights, one node admitted."""
     from esnode import begin
     from esnode.folder import RunFolder
@@ -217,7 +217,7 @@ def tiny_run(folder: Path, model: Path) -> Processes:
 
     folder.mkdir()
     plan = folder / "given.toml"
-    plan.write_text(TINY.format(model=model))
+    plan.write_text(TINY.format(model=model).replace("rounds = 3", f"rounds = {rounds}"))
     place = RunFolder(folder / "run")
     place.path.mkdir()
     begin.settle(place, begin.Request(out=place.path, plan=plan), silent)
@@ -261,3 +261,53 @@ def test_two_transformers_of_unlike_kernels_are_one_node(
     assert one.lock.run_id == two.lock.run_id
     assert [entry.digest for entry in one.commits] == [entry.digest for entry in two.commits]
     assert single.final_digest() == double.final_digest()
+
+
+@pytest.mark.slow  # five loads of torch and a model
+def test_two_transformers_over_one_master(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reader and leader are killed, each within a unit: the bits are those of one engine without lanes."""
+    monkeypatch.setenv("ESNODE_CONFIG", str(tmp_path / "config"))
+    from tests import tiny
+
+    model = tiny.write(tmp_path / "model")
+    words = ("--run", "{}", "--name", "n1", "--threads", "1")
+    with tiny_run(tmp_path / "one", model, 6) as single:
+        single.coordinator()
+        single.start("n1", "esnode.daemon", *[w.format(single.folder) for w in words])
+        single.wait_end()
+    with tiny_run(tmp_path / "two", model, 6) as double:
+        double.coordinator()
+        lanes = ("--lane", "cpu", "--lane", "cpu", "--master", "host", "--loader", "tests.odd_lane:tiny")
+        hold = double.folder / "hold"
+        hold.touch()
+        node = double.start("n1", "esnode.daemon", *[w.format(double.folder) for w in words], *lanes)
+        wait_for(lambda: len(units_of(double)) == 3)
+        said, pids = double.words("n1"), lane_pids(node)
+        leader = 0 if "lane 0 (cpu) leads the master" in said else 1
+        assert f"lane {1 - leader} (cpu) reads the master that lane {leader} (cpu) leads" in said
+        assert not shares_memory(pids[leader], writes=False) and not shares_memory(
+            pids[1 - leader], writes=True
+        )
+        os.kill(pids[1 - leader], signal.SIGKILL)
+        wait_for(lambda: double.words("n1").count(" is ready: ") == 3)
+        assert double.words("n1").count(" leads the master") == 1 and pids[leader] in lane_pids(node)
+        hold.unlink()
+        wait_for(lambda: len(ledger.read(double.folder / "run.ledger").chain.commits) >= 2)
+        hold.touch()
+        wait_for(lambda: units_of(double))
+        os.kill(pids[leader], signal.SIGKILL)
+        wait_for(lambda: double.words("n1").count(" leads the master") == 2)
+        hold.unlink()
+        double.wait_end()
+        assert node.wait(20) == 0, double.words("n1")
+        assert "lanes that read it start again" in double.words("n1")
+    one, two = (ledger.read(run.folder / "run.ledger").chain for run in (single, double))
+    assert len(two.commits) == 6
+    assert [entry.digest for entry in one.commits] == [entry.digest for entry in two.commits]
+    assert single.final_digest() == double.final_digest()
+
+
+def shares_memory(pid: int, writes: bool) -> bool:
+    """Whether a process has mapped the shared master so that it may write it, or so that it may not."""
+    maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return any("esnode-master" in line and ("w" in line.split()[1]) == writes for line in maps)

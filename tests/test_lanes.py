@@ -268,14 +268,150 @@ def test_a_snapshot_dies_with_its_engine_and_is_not_begun_on_a_later_state() -> 
     assert of(bench, se.Saved)[0].reason == "the engine that wrote it has ended"
 
 
+def test_damage_found_while_digests_are_read_is_mended_before_they_are_told() -> None:
+    bench = ready(1.0)
+    bench.apply(2)
+    bench.run(1.0)
+    bench.flip(0, seen=True)
+    bench.errand = pe.TakeDigests()
+    bench.ask(bench.errand)
+    bench.run(3.0)
+    (digested,) = of(bench, pe.Digested)
+    assert digested.digests == (bench.truth,) and not digested.damaged and of(bench, ne.LaneRepaired)
+
+
+# ---------------------------------------------------------------- one master for several lanes
+
+
+def phases(bench: Bench) -> list[str]:
+    return [lane.phase for lane in bench.state.lanes]
+
+
+def test_one_leads_and_the_others_reread_what_it_wrote() -> None:
+    bench = ready(1.0, 1.0, 1.0, shared=range(3))
+    assert [engine.leads for engine in bench.engines] == [True, False, False]
+    told = len(of(bench, ne.LanesChanged))
+    for k in range(4):
+        bench.apply()
+        bench.run(0.25)
+        assert bench.applied == k + 1, "D comes before the others have reread"
+        bench.evaluate(3 * k, 3 * k + 1, 3 * k + 2)
+        bench.run(1.5)
+        assert not bench.busy and all(engine.master == bench.chain[: k + 1] for engine in bench.engines)
+    assert len(of(bench, ne.LanesChanged)) == told, "rereading lanes are counted all the while"
+
+
+def test_an_update_waits_for_a_lane_that_rereads() -> None:
+    bench = ready(1.0, 1.0, shared=range(2))
+    for _ in range(5):  # the bench asserts that nobody reads what is being written
+        bench.apply()
+        while bench.moving:
+            bench.run(0.01)
+        assert bench.state.lanes[1].phase == "catching up"
+    bench.run(1.0)
+    assert bench.applied == 5 and phases(bench) == ["ready", "ready"]
+
+
+def test_a_reader_that_dies_starts_again_alone() -> None:
+    bench = ready(1.0, 1.0, shared=range(2))
+    bench.apply(3)
+    bench.run(1.0)
+    bench.evaluate(0, 1)
+    bench.run(0.3)
+    bench.kill(1)
+    bench.run(5.0)
+    assert not bench.busy and bench.engines[0].life == 1 and bench.engines[1].life == 2
+    assert phases(bench) == ["ready", "ready"] and bench.engines[1].memory is bench.engines[0].memory
+
+
+@pytest.mark.parametrize("within", ["unit", "update", "loading"])
+def test_readers_follow_a_new_leader_when_theirs_dies(within: str) -> None:
+    bench = ready(1.0, 1.0, 1.0, shared=range(3))
+    old = bench.engines[1].memory
+    bench.apply(2)
+    bench.run(1.0)
+    if within == "unit":
+        bench.evaluate(0, 1, 2)
+    elif within == "update":
+        bench.apply()
+    else:
+        bench.kill(2)
+        while bench.state.lanes[2].phase != "starting":
+            bench.run(0.1)
+    bench.run(0.1)
+    bench.kill(0)
+    bench.run(8.0)
+    assert not bench.busy and not bench.moving and phases(bench) == ["ready"] * 3
+    assert bench.state.leader != 0 and bench.engines[bench.state.leader].leads
+    assert len({id(engine.memory) for engine in bench.engines}) == 1 and bench.engines[1].memory is not old
+    assert bench.engines[1].master == bench.chain[: bench.applied]
+    assert bench.state.lanes[1].crashes == 0, "it was ended for its leader's sake"
+
+
+def test_a_leader_that_cannot_load_leaves_it_to_the_next() -> None:
+    bench = Bench(1.0, 1.0, 1.0, shared=range(3))
+    bench.run(0.5)
+    assert [lane.role for lane in bench.state.lanes] == ["", "waits for a master", "waits for a master"]
+    bench.kill(0, "too little memory", refused=True)
+    bench.run(4.0)
+    assert phases(bench) == ["given up", "ready", "ready"] and bench.state.leader == 1
+
+
+def test_damage_that_a_reader_finds_is_mended_by_the_leader_alone() -> None:
+    bench = ready(3.0, 1.0, 1.0, shared=range(3))
+    bench.apply(2)
+    bench.run(1.0)
+    bench.evaluate(0)
+    bench.run(0.1)
+    bench.flip(1, seen=True)
+    bench.evaluate(1)
+    bench.run(8.0)
+    assert not bench.busy and phases(bench) == ["ready"] * 3 and not bench.engines[0].damage
+    assert "lane 0" in of(bench, ne.LaneRepaired)[0].reason
+    assert all(engine.life == 1 for engine in bench.engines)
+
+
+def test_a_mend_is_written_by_the_leader_and_reread() -> None:
+    bench = ready(1.0, 1.0, shared=range(2))
+    bench.apply(3)
+    bench.run(1.0)
+    bench.flip(0, seen=False)
+    for errand in (pe.Prove(bench.chain[:3], (0,)), pe.Mend((0,))):
+        bench.errand = errand
+        bench.ask(errand)
+        bench.run(1.0)
+    assert of(bench, pe.Mended)[0].digest == bench.truth
+    bench.evaluate(0, 1)
+    bench.run(2.0)
+    assert not bench.busy and bench.engines[1].read == bench.engines[0].memory.writes
+
+
+def test_lanes_with_a_master_of_their_own_are_compared_with_the_leader() -> None:
+    bench = ready(1.0, 1.0, 1.0, shared=(1, 2))
+    bench.apply(2)
+    bench.run(1.0)
+    bench.flip(0, seen=False)
+    bench.apply()
+    bench.run(2.0)
+    assert "lanes differ after one update" in of(bench, ne.LanesDiffer)[0].reason
+    bench.apply(2)
+    bench.run(3.0)
+    assert phases(bench) == ["ready"] * 3 and bench.engines[0].damage == 0
+
+
 # ---------------------------------------------------------------- anything at all
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(120))
 def test_any_faults(seed: int) -> None:
-    """A node at work while engines die and bits flip: every unit is answered once, every D is replay's."""
+    """A node at work while engines die and bits flip: every unit is answered once, every D is replay's.
+
+    With every other seed lanes share a master, all or some of them.
+    """
     rng = random.Random(seed)
-    bench = Bench(*(rng.choice((0.3, 1.0, 2.5)) for _ in range(rng.randint(1, 4))), seed=seed)
+    paces = [rng.choice((0.3, 1.0, 2.5)) for _ in range(rng.randint(1, 4))]
+    shared = [k for k in range(len(paces)) if rng.random() < 0.8] if seed % 2 else []
+    bench = Bench(*paces, seed=seed, shared=shared)
     member = 0
     for _ in range(120):
         bench.run(rng.uniform(0.1, 1.0))
@@ -330,6 +466,25 @@ def test_a_stopped_process_is_ended_whatever_it_was_at(moment: str) -> None:
     assert any("says nothing any more and is ended" in words for words in bench.words)
     assert [lane.phase for lane in bench.state.lanes] == ["ready", "ready"]
     assert not bench.busy and bench.moving is None and not bench.failed
+
+
+@pytest.mark.parametrize("moment", ["loading", "unit", "apply", "rereading"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_stopped_lane_over_a_shared_master(victim: int, moment: str) -> None:
+    bench = Bench(1.0, 1.0, shared=range(2))
+    if moment != "loading":
+        bench.run(3.0)
+    if moment == "unit":
+        bench.evaluate(0, 1)
+    elif moment != "loading":
+        bench.apply()
+        while moment == "rereading" and bench.moving:
+            bench.run(0.01)
+    bench.engines[victim].stopped = True
+    bench.run(150.0)
+    assert any("says nothing any more and is ended" in words for words in bench.words)
+    assert phases(bench) == ["ready", "ready"] and not bench.busy and bench.moving is None
+    assert bench.engines[1 - victim].life == (2 if victim == 0 and moment != "loading" else 1)
 
 
 def test_a_node_that_was_stopped_itself_blames_nobody() -> None:

@@ -93,6 +93,7 @@ PURE: dict[str, set[str]] = {
     "esnode/laneerrands.py": set(),
     "esnode/laneevents.py": set(),
     "esnode/lanes.py": set(),
+    "esnode/laneshare.py": set(),
     "esnode/lanestate.py": set(),
     "esnode/transfer.py": set(),
     "esnode/branches.py": set(),

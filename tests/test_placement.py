@@ -76,6 +76,20 @@ def test_whoever_attaches_needs_no_memory_for_the_master(monkeypatch: pytest.Mon
     assert "shared master" in memory.words(plan)
 
 
+@pytest.mark.parametrize(
+    ("gpu", "master", "asks"),
+    [(80, "auto", False), (48, "auto", True), (80, "host", True), (48, "device", False)],
+)
+def test_a_lane_asks_who_leads_only_when_its_master_belongs_in_the_host(
+    gpu: int, master: str, asks: bool
+) -> None:
+    answers = ["/proc/1/fd/3", ""]
+    plan = replace(PLAN, available=gpu * GB)
+    found = [placement.agree(plan, "cuda", Wish(master, ask=lambda: answers.pop(0))) for _ in range(2)]
+    assert [wish.attach for wish in found] == (["/proc/1/fd/3", None] if asks else [None, None])
+    assert bool(answers) != asks
+
+
 @pytest.mark.parametrize("master", ["float32", "bfloat16"])
 def test_engines_over_one_master_answer_like_one_with_its_own(folder: Path, master: str) -> None:
     run = tiny.lock(folder, master=master, live_dtype="float32")

@@ -125,7 +125,9 @@ def load(
     specs = check(folder, lock)
     work = BATCH_BYTES[_kind(device)] // 4  # usual batches stay far below the bound of one
     free = memory.available(device, wish.sharing)
-    plan = placement.settle(memory_plan(lock, arithmetic, work, free), device, wish)
+    plan = memory_plan(lock, arithmetic, work, free)
+    wish = placement.agree(plan, device, wish)
+    plan = placement.settle(plan, device, wish)
     report(plan)
     memory.require(plan, lock.model)
 

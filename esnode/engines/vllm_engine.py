@@ -240,6 +240,8 @@ def load(
         plan = cutting.share(plan, count)  # of one rank, on its own GPU
     else:
         plan = replace(plan, other=plan.other + (count - 1) * CACHE_BYTES[kind])
+    if count == 1:  # a rank's master is that of its slices, which no other engine can use
+        wish = placement.agree(plan, device, wish)
     plan = placement.settle(plan, device, wish)
     report(plan)
     memory.require(plan, lock.model)

@@ -5,6 +5,7 @@ Called by `nodeoptions.py`, `placement.py` and the engines' loaders.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 MASTERS = ("auto", "device", "host")
@@ -13,13 +14,16 @@ MASTERS = ("auto", "device", "host")
 @dataclass(frozen=True, slots=True)
 class Wish:
     """`attach`: the path of a master that another process leads, to be read only; `sharing`: how many engines
-    this one's GPU is shared by; `tp`: ranks of the vLLM engine, 0 for as many as it takes.
+    this one's GPU is shared by; `tp`: ranks of the vLLM engine, 0 for as many as it takes; `ask`: where the
+    master that another engine of this node leads is, called once ours belongs in host memory, and answered
+    with its path once it is whole, or with "" by who is to lead.
     """
 
     master: str = "auto"
     attach: str | None = None
     sharing: int = 1
     tp: int = 0
+    ask: Callable[[], str] | None = None
 
 
 DEFAULT = Wish()
