@@ -98,10 +98,7 @@ def test_a_commit_that_is_not_announced_to_the_disk_of_a_node(monkeypatch: pytes
 
 def test_a_lost_commit_that_is_never_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inbox, "_learn_height", lambda turn, height: None)
-    monkeypatch.setattr(
-        "esnode.node._fetch",
-        lambda turn: None,
-    )
+    monkeypatch.setattr("esnode.sources.fetch", lambda turn: None)
     found("does not end")
 
 
