@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 import sys
 from pathlib import Path
 
@@ -184,3 +185,19 @@ def test_base_install_needs_no_torch() -> None:
             root = module.split(".")[0]
             known = root in sys.stdlib_module_names or root in PACKAGES or root in third_party
             assert known, f"{name(path)}: {root}"
+
+
+def test_every_module_finds_what_it_imports() -> None:
+    """In one fresh process; only vLLM may be missing where it cannot be installed."""
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in MODULES]
+    program = (
+        "import importlib, sys\n"
+        "for name in sys.argv[1:]:\n"
+        "    try:\n"
+        "        importlib.import_module(name)\n"
+        "    except ModuleNotFoundError as error:\n"
+        "        assert error.name == 'vllm', f'{name}: {error}'\n"
+    )
+    command = [sys.executable, "-c", program, *(part.removesuffix(".__init__") for part in names)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
