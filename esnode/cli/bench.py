@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from esnode.cli import engineoptions
+
 if TYPE_CHECKING:
     from esnode.engines.interface import MemoryPlan
 
@@ -25,21 +27,12 @@ def bench() -> None:
 @click.option(
     "--members", type=click.IntRange(min=1), default=4, show_default=True, help="Members to measure."
 )
-@click.option("--threads", type=click.IntRange(min=1), metavar="T", help="CPU threads [default: all].")
+@engineoptions.threads
 @click.option(
     "--engine", type=click.Choice(["transformers", "vllm"]), default="transformers", show_default=True
 )
-@click.option(
-    "--tp",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="GPUs (or cores) that share one model, with vllm [default: as few as it fits].",
-)
-@click.option(
-    "--master",
-    type=click.Choice(["auto", "device", "host"]),
-    help="Where the master lies [default: on the GPU if it fits, else in host memory].",
-)
+@engineoptions.tp
+@engineoptions.master
 @click.option("--code", type=click.Path(path_type=Path, file_okay=False), help="Folder of a python: task.")
 @click.option(
     "--trace", type=click.Path(path_type=Path, dir_okay=False), help="Write a timeline for Perfetto."

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import click
 
+from esnode.cli import engineoptions
+
 
 @click.command()
 @click.argument("invite", nargs=-1)
@@ -14,40 +16,14 @@ import click
     "--model", metavar="MODEL", help="Base model: folder, .gguf file or hub id [default: the run's]."
 )
 @click.option("--name", help="This node's name [default: the machine's].")
-@click.option("--threads", type=click.IntRange(min=1), metavar="T", help="CPU threads [default: all].")
-@click.option(
-    "--engine", type=click.Choice(["transformers", "vllm"]), help="What decodes [default: transformers]."
-)
-@click.option(
-    "--tp",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="GPUs (or cores) that share one model, with vllm [default: as few as it fits].",
-)
-@click.option(
-    "--master",
-    type=click.Choice(["auto", "device", "host"]),
-    help="Where the master lies [default: on the GPU if it fits, else in host memory].",
-)
-@click.option(
-    "--backend",
-    type=click.Choice(["cpu", "triton", "compiled", "reference"]),
-    help="Kernels [default: the fastest].",
-)
-@click.option("--gpus", metavar="all|INDEX,...", help="Work on these GPUs, an engine on each.")
-@click.option(
-    "--engines-per-gpu",
-    type=click.IntRange(1, 8),
-    default=1,
-    metavar="N",
-    help="Engines on each GPU, for small models [default: 1].",
-)
-@click.option(
-    "--lanes",
-    type=click.IntRange(1, 32),
-    metavar="N",
-    help="Engines on the CPU, each a process [default: 1, in this one].",
-)
+@engineoptions.threads
+@engineoptions.engine
+@engineoptions.tp
+@engineoptions.master
+@engineoptions.backend
+@engineoptions.gpus
+@engineoptions.engines_per_gpu
+@engineoptions.lanes
 @click.option(
     "--task-code",
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
@@ -99,21 +75,17 @@ def join(
     from esnode import departure
 
     departure.at_once()
-    from esnode import daemon, devices
+    from esnode import daemon
     from esnode import join as joining
     from esnode.nodeoptions import cores
 
     daemon.limit_threads(threads or cores())
-    chosen = devices.lanes_of(gpus, lanes, tp or 1, engines_per_gpu)
+    words = engineoptions.words(gpus, lanes, tp, engines_per_gpu, passed)
     request = joining.Request(
         invite=_text(invite), run=run_, data=data, name=name, model=model, task_code=task_code
     )
     ready = joining.prepare(request, _say)
-    words = [*ready.words, *(["--threads", str(threads)] if threads else [])]
-    words += [word for lane in chosen for word in ("--lane", lane)]
-    words += ["--tp", str(tp)] if tp else []
-    for option, value in passed.items():  # those that only concern the daemon
-        words += [f"--{option.replace('_', '-')}", str(value)] if value is not None else []
+    words += [*ready.words, *(["--threads", str(threads)] if threads else [])]
     sys.exit(daemon.main(words))
 
 

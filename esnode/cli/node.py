@@ -8,6 +8,8 @@ from pathlib import Path
 
 import click
 
+from esnode.cli import engineoptions
+
 
 @click.command()
 @click.option(
@@ -16,26 +18,11 @@ import click
 @click.option(
     "--name", default=platform.node(), show_default="host name", help="This node's name in the folder."
 )
-@click.option("--threads", type=click.IntRange(min=1), metavar="T", help="CPU threads [default: all].")
-@click.option(
-    "--engine", type=click.Choice(["transformers", "vllm"]), help="What decodes [default: transformers]."
-)
-@click.option(
-    "--tp",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="GPUs (or cores) that share one model, with vllm [default: as few as it fits].",
-)
-@click.option(
-    "--master",
-    type=click.Choice(["auto", "device", "host"]),
-    help="Where the master lies [default: on the GPU if it fits, else in host memory].",
-)
-@click.option(
-    "--backend",
-    type=click.Choice(["cpu", "triton", "compiled", "reference"]),
-    help="Kernels [default: the fastest].",
-)
+@engineoptions.threads
+@engineoptions.engine
+@engineoptions.tp
+@engineoptions.master
+@engineoptions.backend
 @click.option(
     "--model", metavar="MODEL", help="Base model: folder, .gguf file or hub id [default: the plan's]."
 )
@@ -64,20 +51,9 @@ import click
     type=click.Choice(["auto", "replay", "snapshot"]),
     help="How to get to the run's round [default: what is quicker].",
 )
-@click.option("--gpus", metavar="all|INDEX,...", help="Work on these GPUs, an engine on each.")
-@click.option(
-    "--engines-per-gpu",
-    type=click.IntRange(1, 8),
-    default=1,
-    metavar="N",
-    help="Engines on each GPU, for small models [default: 1].",
-)
-@click.option(
-    "--lanes",
-    type=click.IntRange(1, 32),
-    metavar="N",
-    help="Engines on the CPU, each a process [default: 1, in this one].",
-)
+@engineoptions.gpus
+@engineoptions.engines_per_gpu
+@engineoptions.lanes
 @click.option("--loader", hidden=True, help="MODULE:FUNCTION that builds the engine.")
 def node(
     run_: Path,
@@ -100,15 +76,9 @@ def node(
     from esnode import departure
 
     departure.at_once()
-    from esnode import daemon, devices
+    from esnode import daemon
 
-    words = ["--run", str(run_)]
-    chosen = devices.lanes_of(gpus, lanes, tp or 1, engines_per_gpu)
-    words += [word for lane in chosen for word in ("--lane", lane)]
-    words += ["--tp", str(tp)] if tp else []
+    words = ["--run", str(run_), *engineoptions.words(gpus, lanes, tp, engines_per_gpu, options)]
     for address in coordinator:
         words += ["--coordinator", address]
-    for name, value in options.items():
-        if value is not None:
-            words += [f"--{name.replace('_', '-')}", str(value)]
     sys.exit(daemon.main(words))

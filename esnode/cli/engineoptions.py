@@ -1,0 +1,62 @@
+"""Options of the commands that start engines, each written once, and how they reach the daemon.
+
+Called by the commands join, node and bench node, as decorators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import click
+
+threads = click.option(
+    "--threads", type=click.IntRange(min=1), metavar="T", help="CPU threads [default: all]."
+)
+engine = click.option(
+    "--engine", type=click.Choice(["transformers", "vllm"]), help="What decodes [default: transformers]."
+)
+tp = click.option(
+    "--tp",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="GPUs (or cores) that share one model, with vllm [default: as few as it fits].",
+)
+master = click.option(
+    "--master",
+    type=click.Choice(["auto", "device", "host"]),
+    help="Where the master lies [default: on the GPU if it fits, else in host memory].",
+)
+backend = click.option(
+    "--backend",
+    type=click.Choice(["cpu", "triton", "compiled", "reference"]),
+    help="Kernels [default: the fastest].",
+)
+gpus = click.option("--gpus", metavar="all|INDEX,...", help="Work on these GPUs, an engine on each.")
+engines_per_gpu = click.option(
+    "--engines-per-gpu",
+    type=click.IntRange(1, 8),
+    default=1,
+    metavar="N",
+    help="Engines on each GPU, for small models [default: 1].",
+)
+lanes = click.option(
+    "--lanes",
+    type=click.IntRange(1, 32),
+    metavar="N",
+    help="Engines on the CPU, each a process [default: 1, in this one].",
+)
+
+
+def words(
+    gpus: str | None, lanes: int | None, tp: int | None, engines_per_gpu: int, rest: Mapping[str, object]
+) -> list[str]:
+    """Arguments for `esnode.daemon`; `rest` concerns it alone. Raises DeviceError as `devices.lanes_of`."""
+    from esnode import devices
+
+    found = [
+        word for lane in devices.lanes_of(gpus, lanes, tp or 1, engines_per_gpu) for word in ("--lane", lane)
+    ]
+    found += ["--tp", str(tp)] if tp else []
+    for name, value in rest.items():
+        found += [f"--{name.replace('_', '-')}", str(value)] if value is not None else []
+    return found
