@@ -125,6 +125,13 @@ def after_apply(turn: Turn, commits: int) -> None:
     turn.do(Save(state.rounds, last.hash, state.digest))
 
 
+def after_rewind(turn: Turn) -> None:
+    """The engine took the newest file that is what it says: newer ones are not, and are given to nobody."""
+    state = turn.state
+    wrong = [held for held in _valid(state) if held.round > state.rounds]
+    turn.set(held_snapshots=tuple(held for held in state.held_snapshots if held not in wrong))
+
+
 def _on_saved(turn: Turn, event: Saved) -> None:
     turn.set(saving=False)
     if event.reason:

@@ -34,6 +34,9 @@ class Masters(Protocol):
     def chunk(self, array: int, first: int, end: int) -> Any:
         """Bytes `first` to `end` of an array, as a buffer."""
 
+    def digest_of(self, name: str, first: int, data: Any) -> int:
+        """What these bytes of a tensor's master, from element `first` on, add to D."""
+
     def refill(self, pieces: Iterable[tuple[int, int, memoryview]]) -> int:
         """Overwrite all arrays with (array, first byte, buffer) pieces and take D afresh; returns it.
 
@@ -93,11 +96,34 @@ class Checkpoints:
             short = self._make_room(header)
             if short:
                 return Saved(header.round, header.entry, b"", 0, short, spent())
-            path, root = snapshot.write(self.folder, header, self._masters.chunk)
+            path, root = snapshot.write(self.folder, header, self._proven(header))
             self._prune(KEPT)
             return Saved(header.round, header.entry, root, path.stat().st_size, "", spent())
+        except SnapshotError as error:
+            return Saved(header.round, header.entry, b"", 0, str(error), spent())
         except OSError as error:  # the run goes on without this checkpoint
             return Saved(header.round, header.entry, b"", 0, f"{error.strerror} ({self.folder})", spent())
+
+    def _proven(self, header: Header) -> snapshot.Read:
+        """The masters' bytes in order, whose digest must have come to D when the last are read.
+
+        So what is written, and the root told of it, is the state the ledger speaks of, or nothing is.
+        """
+        seen = summed = 0
+
+        def read(array: int, first: int, end: int) -> Any:
+            nonlocal seen, summed
+            data, spec = self._masters.chunk(array, first, end), header.arrays[array]
+            summed += self._masters.digest_of(spec.name, first // spec.item, data)
+            seen += end - first
+            if seen == header.total and summed % 2**64 != header.digest:
+                raise SnapshotError(
+                    f"what was read of the weights has digest {summed % 2**64:016x}, the state "
+                    f"{header.digest:016x}"
+                )
+            return data
+
+        return read
 
     def _make_room(self, header: Header) -> str:
         """Why there is no room for this snapshot; "" when there is. All but the newest may go for it."""
@@ -133,7 +159,11 @@ class Checkpoints:
                         if digest == header.digest:
                             return height + 1, digest
                         why = f"its weights have digest {digest:016x}, its header says {header.digest:016x}"
-            except (SnapshotError, OSError) as error:
+                        path.unlink()  # nobody else shall load it
+            except SnapshotError as error:
+                why = str(error)
+                path.unlink()
+            except OSError as error:
                 why = str(error)
             log.warning("checkpoint %s is not used: %s", path.name, why)
         return None

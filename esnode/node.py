@@ -237,6 +237,8 @@ def _on_rewound(turn: Turn, event: Rewound) -> None:
         turn.note("checkpoint", reason=f"it does not fit the ledger at entry {event.height}: from the base")
         return turn.rewind(far=True)
     turn.set(rewind=False, applied=event.height, digest=event.digest, ms=event.ms)
+    if given:
+        catchup.after_rewind(turn)
     turn.note("rewound", entries=event.height, digest=f"{event.digest:016x}", ms=event.ms)
     turn.check_digest()
     if not turn.state.stopped:

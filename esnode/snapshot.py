@@ -55,9 +55,14 @@ class Array:
     shape: tuple[int, ...]
 
     @property
+    def item(self) -> int:
+        """Bytes of an element."""
+        return _ITEM[self.dtype]
+
+    @property
     def size(self) -> int:
         """Bytes."""
-        return math.prod(self.shape) * _ITEM[self.dtype]
+        return math.prod(self.shape) * self.item
 
 
 @dataclass(frozen=True, slots=True)

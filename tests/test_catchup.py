@@ -140,6 +140,16 @@ def test_the_quicker_way_is_taken() -> None:
     assert rewind.entries[-1] == ENTRIES[-1]
 
 
+def test_a_fetched_file_that_is_not_loaded_is_given_to_nobody() -> None:
+    """Two nodes can sign a root together; the joiner finds by D that the weights under it are others."""
+    late = offered()
+    late.step(Fetching(late.now, 10**7, 10**9, 50e6))
+    late.applied(1.0)
+    late.step(Fetched(late.now, 90, ENTRIES[91].hash, ROOT, 10**9, "20 s"))
+    late.step(events.Rewound(late.now, 0, digest_of(0), 900))
+    assert late.state.rounds == 0 and not late.state.held_snapshots
+
+
 def test_a_slow_link_is_not_worth_it() -> None:
     late = offered()
     late.step(Fetching(late.now, 10**6, 10**9, 1e6))  # 1,000 s

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from esnode import duty, joined, room, slicemap, snapshot
 from esnode.checkpoint import Checkpoints, Saved
@@ -20,6 +21,7 @@ from esnode.replica import Replica
 from esnode.room import Room
 from esnode.snapshot import Array, Header, Reader, SnapshotError
 from esnode.state import DTYPES
+from protocol import noise, seeds
 from protocol.chain import Chain
 from protocol.lock import Lock
 from tests import tiny
@@ -206,12 +208,20 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Lock, Chain]:
     return folder, run, tiny.chain(run, folder, 6)[0]
 
 
-def replica(folder: Path, run: Lock) -> Replica:
+class Masters(Replica):
+    """With the digest as the law says it, slowly."""
+
+    def digest_of(self, name: str, first: int, data: Any) -> int:
+        values = torch.from_numpy(data).view(DTYPES[self.state.lock.master]).float().numpy()
+        return noise.digest(values, seeds.tensor_key(name), first)
+
+
+def replica(folder: Path, run: Lock) -> Masters:
     model, views = slicemap.build(folder, run.manifest, DTYPES[run.live_dtype])
-    return Replica(model, views, run, folder, CpuKernels())
+    return Masters(model, views, run, folder, CpuKernels())
 
 
-def save(target: Checkpoints, made: Replica, chain: Chain, round: int) -> Saved:
+def save(target: Checkpoints, made: Masters, chain: Chain, round: int) -> Saved:
     saved: list[Saved] = []
     target.begin(round, chain.commits[round - 1].hash, made.digest(), saved.append)
     target.settle()
@@ -224,7 +234,7 @@ def height_of(chain: Chain, round: int) -> int:
 
 def prepared(
     tmp_path: Path, place: tuple[Path, Lock, Chain], rounds: Iterable[int]
-) -> tuple[Checkpoints, Replica, dict[int, Saved]]:
+) -> tuple[Checkpoints, Masters, dict[int, Saved]]:
     folder, run, chain = place
     made = replica(folder, run)
     target = Checkpoints(tmp_path, run, made, Room(0))
@@ -272,6 +282,32 @@ def test_two_are_kept_and_a_damaged_one_gives_way_to_the_older(
     assert target.load(chain.entries) == (height_of(chain, 4), chain.digest_at(4))
     paths[1].write_bytes(paths[1].read_bytes()[:-1])
     assert target.load(chain.entries) is None
+
+
+def test_what_was_not_read_as_the_state_it_should_be_is_never_a_file(
+    tmp_path: Path, place: tuple[Path, Lock, Chain]
+) -> None:
+    """A weight that changed before or while it is written: no file, no root, the older one stays."""
+    target, made, _ = prepared(tmp_path, place, [2])
+    made.apply(place[2].commits[2:4])
+    part = made.state.parts[-1]
+    part.master.view(torch.int32)[3] ^= 1 << 9
+    saved = save(target, made, place[2], 4)
+    assert not saved.root and f"the state {place[2].digest_at(4):016x}" in saved.reason
+    assert [path.name for path in target.folder.iterdir()] == [snapshot.file_name(2)]
+    part.master.view(torch.int32)[3] ^= 1 << 9
+    assert save(target, made, place[2], 4).root
+
+
+def test_a_file_that_is_not_what_it_says_is_not_kept(tmp_path: Path, place: tuple[Path, Lock, Chain]) -> None:
+    """As when two nodes have signed a root together: whole by its hashes, and of other weights."""
+    target, made, saved = prepared(tmp_path, place, [2, 4])
+    honest = snapshot.header_for(place[1], 4, place[2].commits[3].hash, made.digest())
+    made.apply(place[2].commits[4:5])
+    _, root = snapshot.write(target.folder, honest, made.chunk)
+    assert root != saved[4].root
+    assert target.load(place[2].entries) == (height_of(place[2], 2), place[2].digest_at(2))
+    assert [path.name for path in snapshot.files(target.folder)] == [snapshot.file_name(2)]
 
 
 def test_only_a_state_of_this_ledger_is_loaded(tmp_path: Path, place: tuple[Path, Lock, Chain]) -> None:

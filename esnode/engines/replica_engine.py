@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 
 from esnode.engines.interface import MemoryPlan, Sampling, StopCheck, never
 from esnode.engines.shortage import Room
-from esnode.kernels.interface import Kernels
+from esnode.kernels.interface import Kernels, Region
 from esnode.manifest import WrongBase
 from esnode.replica import Replica
-from esnode.state import Pieces
+from esnode.state import DTYPES, Pieces
+from protocol import seeds
 from protocol.bodies import Entry
 from protocol.lock import Lock
 from protocol.pieces import Piece
@@ -145,6 +146,11 @@ class ReplicaEngine(ABC):
     def chunk(self, array: int, first: int, end: int) -> NDArray[np.uint8]:
         """Bytes of one master, for `esnode.checkpoint`. May be called from another thread between applies."""
         return self._replica.chunk(array, first, end)
+
+    def digest_of(self, name: str, first: int, data: NDArray[np.uint8]) -> int:
+        """What bytes of a tensor's master, from element `first` on, add to D. From any thread."""
+        values = torch.from_numpy(data).view(DTYPES[self.lock.master]).to(self.device)
+        return self._kernels.digest(values, seeds.tensor_key(name), Region.whole(len(values), first))
 
     def refill(self, pieces: Pieces) -> int:
         """Overwrite masters and live weights with those of a snapshot; D."""
