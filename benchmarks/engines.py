@@ -33,8 +33,8 @@ def measure(engine: str, model: str, threads: int, batch: int, tokens: int, repe
     from esnode import locking
     from esnode.engines import transformers_engine, vllm_engine
     from esnode.engines.interface import Sampling
+    from esnode.template import template
     from protocol import plan as planning
-    from protocol.template import template
 
     lock, data, folder = locking.resolve(
         planning.parse(template("short-answers", model)), trusted=["00" * 32]

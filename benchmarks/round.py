@@ -36,10 +36,10 @@ from esnode.engines import transformers_engine
 from esnode.engines.interface import Sampling
 from esnode.engines.transformers_engine import TransformersEngine
 from esnode.prompts import Prepared
+from esnode.template import template
 from protocol import plan as planning
 from protocol.lock import Lock
 from protocol.seeds import prompts_of_round
-from protocol.template import template
 
 
 def beside_plain(

@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from esnode import planfile
+from esnode import models, planfile
 from esnode.folder import FolderError, RunFolder, lock_of, without_plan, write_file
 from esnode.tell import Tell
+from esnode.template import template
 from protocol import keys, ledger, plan
 from protocol.entries import public_key
 from protocol.errors import UserError
 from protocol.lock import Lock
 from protocol.plan import Plan
-from protocol.template import template
 
 DEMO_MODEL = "demo"
 DEMO_TASK = "short-answers"
@@ -60,9 +60,7 @@ def draft(request: Request) -> str:
 
 
 def _with_flags(written: Plan, request: Request) -> Plan:
-    model = request.model or written.model
-    if Path(model).exists():  # a later --resume or verify may run in another directory
-        model = str(Path(model).resolve())
+    model = models.settled(request.model or written.model)  # a later --resume may run in another directory
     rounds = written.ops.rounds if request.rounds is None else request.rounds
     return plan.changed(written, model=model, task=request.task or written.task, rounds=rounds)
 

@@ -213,7 +213,7 @@ def _commit(lock: Lock) -> Entry:
 
 def read_plan(path: Path | None, task: str, model: str) -> Plan:
     """A plan file's plan, or the template of a task and a model."""
-    from protocol.template import template
+    from esnode.template import template
 
     text = template(task, model) if path is None else path.read_text(encoding="utf-8")
     return planning.parse(text)

@@ -162,7 +162,9 @@ class Daemon:
             workshop.close()
             raise
         about = workshop.about
-        self._log.info("ready in %.1f s: %s on %s", time.monotonic() - began, about.backend, about.device)
+        self._log.info(
+            "ready in %.1f s: kernel %s on %s", time.monotonic() - began, about.backend, about.device
+        )
         return workshop
 
     def _resume(self, workshop: Workshop | Fleet, raws: Sequence[bytes]) -> tuple[int, int]:

@@ -261,9 +261,10 @@ def show(report: dict[str, Any], console: Console) -> None:
     ):
         kernels.add_column(column, justify="left" if column in ("kernel", "self-test") else "right")
     for name, kernel in report["kernels"].items():
-        start = f"{kernel['start_seconds']:.1f} s" if kernel["usable"] else ""
-        first = [name, kernel["selftest"], start]
-        for threads, speeds in kernel.get("speeds", {"": {}}).items():
+        if not kernel["usable"]:
+            continue
+        first = [name, kernel["selftest"], f"{kernel['start_seconds']:.1f} s"]
+        for threads, speeds in kernel["speeds"].items():
             kernels.add_row(
                 *first,
                 threads,
@@ -272,4 +273,7 @@ def show(report: dict[str, Any], console: Console) -> None:
             first = ["", "", ""]
     if report["kernels"]:
         console.print(kernels)
+    for name, kernel in report["kernels"].items():
+        if not kernel["usable"]:
+            console.print(f"{name}: {kernel['selftest']}", markup=False)
     console.print(report["verdict"][0].upper() + report["verdict"][1:] + ".", markup=False)

@@ -27,6 +27,7 @@ from esnode.models import ModelFolder
 from esnode.prompts import Prepared
 from esnode.scoring import Scorer
 from esnode.tell import Tell, silent
+from esnode.template import template
 from protocol import plan, seeds
 from protocol.errors import UserError
 from protocol.lock import Lock
@@ -302,7 +303,7 @@ def open_model(
     """A model (demo, folder, GGUF file, hub id) and a task with its options, ready to run."""
     from esnode.engines import transformers_engine
 
-    written = plan.parse(plan.template(task, name))
+    written = plan.parse(template(task, name))
     wanted = plan.changed(
         written, task_options=dict(options or {}), live_dtype=live_dtype, per_round=0, max_new_tokens=0
     )

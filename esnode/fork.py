@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from esnode import ancestry, begin, folder, planfile, rebuild
+from esnode import ancestry, begin, folder, models, planfile, rebuild
 from esnode.folder import RunFolder, write_file
 from esnode.rebuild import Ledger
 from esnode.tell import Tell, silent
@@ -33,7 +33,7 @@ def fork(
     parent = rebuild.open_ledger(source)
     wanted = planfile.read_plan(plan_path)
     rebuilt = rebuild.at(parent, round, base, runnable=False, tell=tell)
-    wanted = plan.changed(wanted, model=base or parent.lock.model)
+    wanted = plan.changed(wanted, model=models.settled(base) if base else parent.lock.model)
     state = Parent(
         parent.lock.run_id.hex(), rebuilt.round, _closing_hash(parent, rebuilt.round), rebuilt.digest
     )

@@ -49,6 +49,12 @@ def silent(message: str) -> None:
     """The progress report of somebody who does not want one."""
 
 
+def settled(spec: str) -> str:
+    """The name as it means the same model in any directory: what lies on the disk by its absolute path."""
+    path = Path(spec).expanduser()
+    return str(path.resolve()) if spec not in DEMO_NAMES and path.exists() else spec
+
+
 def resolve(spec: str, progress: Progress = silent) -> ModelFolder:
     """The folder of a model: "demo", a folder, a .gguf file or a hub id such as Qwen/Qwen2.5-1.5B-Instruct.
 
@@ -59,11 +65,13 @@ def resolve(spec: str, progress: Progress = silent) -> ModelFolder:
         return ModelFolder(_demo(progress), DEMO)
     path = Path(spec).expanduser()
     if path.is_dir():
-        return ModelFolder(check(path), spec)
+        return ModelFolder(check(path), settled(spec))
     if path.suffix.lower() == ".gguf":
         if not path.is_file():
             raise ModelError(f"there is no GGUF file {path}.")
-        return ModelFolder(_converted(path, f"{path.stem}-{_file_digest(path)[:16]}", progress), spec)
+        return ModelFolder(
+            _converted(path, f"{path.stem}-{_file_digest(path)[:16]}", progress), settled(spec)
+        )
     if path.exists():
         raise ModelError(f"{path} is a file: a model is a Hugging Face folder, a .gguf file or a hub id.")
     if spec.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(spec):

@@ -220,7 +220,8 @@ def _on_applied(turn: Turn, event: EntriesApplied) -> None:
         turn.tell_applied()
         if commits:  # where this node is, for who watches it
             mean, _ = mean_and_std([member.reward for member in commits[-1].members])
-            turn.note("applied", round=turn.state.rounds - 1, of=state.chain.round, mean=mean, ms=event.ms)
+            rounds = f"{turn.state.rounds} of {state.chain.round} rounds"
+            turn.note("applied", what=rounds, mean=mean, ms=event.ms)
         catchup.after_apply(turn, len(commits))
         proof.after_applied(turn)
 

@@ -108,7 +108,7 @@ def bars(console: Console, lines: bool = True, clock: Callable[[], float] = time
                 say(console, what)
                 spoken = clock()
             elif not terminal and done < total and clock() - spoken >= LINE_SECONDS:
-                say(console, f"{what}: {done / total:.0%}")
+                say(console, f"{what}: {done / total:.0%}" if total > 1 else what)
                 spoken = clock()
             shown.update(steps[what], completed=done, total=total)
 

@@ -41,7 +41,7 @@ def on_digest_ask(turn: Turn, message: DigestAsk) -> None:
     if not _settled(turn, message.commits):
         return
     if not message.first:
-        turn.note("dispute", reason=message.reason)
+        turn.note("proof", reason=message.reason)
     _set(turn, reading=message)
     turn.do(TakeDigests())
 
@@ -67,7 +67,7 @@ def on_rederive(turn: Turn, message: Rederive) -> None:
         return
     if any(piece >= len(pieces_of(turn.state.lock)) for piece in message.pieces):
         return
-    turn.note("dispute", reason=message.reason, pieces=len(message.pieces))
+    turn.note("proof", reason=message.reason, pieces=len(message.pieces))
     _set(turn, question=message, held=turn.state.digest)
     if message.pieces:
         turn.do(Prove(tuple(turn.state.chain.entries[: turn.state.applied]), message.pieces))

@@ -1,7 +1,7 @@
 """The plan: the TOML file a user writes. `[run]` becomes the lock, `[ops]` is read by the coordinator only.
 
 Pure. `parse` validates every field, `render` writes a plan back, `changed` overrides single values under the
-same rules. `template.py` writes commented ones; docs/plan.md describes every field.
+same rules. `esnode.template` writes commented ones; docs/plan.md describes every field.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ __all__ = [
     "render",
     "render_value",
     "resolve_slice",
-    "template",
 ]
 
 
@@ -235,13 +234,6 @@ def changed(plan: Plan, **values: Any) -> Plan:
 
 
 # ---------------------------------------------------------------- writing
-
-
-def template(task: str, model: str) -> str:
-    """A commented plan with good values for a task; see `protocol.template`."""
-    from protocol.template import template as write
-
-    return write(task, model)
 
 
 def _tables(plan: Plan) -> dict[str, Any]:

@@ -56,7 +56,6 @@ PURE: dict[str, set[str]] = {
     "protocol/ranges.py": {"msgspec"},
     "protocol/seeds.py": set(),
     "protocol/shaping.py": set(),
-    "protocol/template.py": set(),
     "protocol/terms.py": {"nacl"},
     "protocol/wire.py": {"msgpack", "msgspec"},
     "protocol/zmtp.py": set(),

@@ -11,6 +11,7 @@ import pytest
 
 from esnode import locking, manifest, tasks
 from esnode.locking import LockingError, Mismatch
+from esnode.template import template
 from protocol import plan
 from protocol.errors import UserError
 from protocol.lock import Lock, Parent, lock_from_bytes
@@ -26,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def planned(model: Path, **changes: Any) -> Plan:
-    written = plan.parse(plan.template("conciseness", str(model)))
+    written = plan.parse(template("conciseness", str(model)))
     return plan.changed(written, **({"task": "conciseness", "per_round": 16, "chunk": 4} | changes))
 
 

@@ -46,9 +46,14 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 # ---------------------------------------------------------------- resolve
 
 
-def test_a_folder_is_itself(folder: Path) -> None:
+def test_a_folder_is_itself_from_wherever_it_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The label enters the lock: `plan lock` in one directory and `run` in another are the same run."""
     found = models.resolve(str(folder))
     assert (found.path, found.label) == (folder, str(folder))
+    monkeypatch.chdir(folder.parent)
+    assert models.resolve(folder.name).label == str(folder) == models.settled(f"./{folder.name}")
+    Path("demo").mkdir(exist_ok=True)
+    assert models.settled("demo") == "demo" and models.settled("some/body") == "some/body"
 
 
 def test_spoilt_folders_are_refused_with_a_remedy(folder: Path) -> None:

@@ -20,8 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import esnode
-from esnode import planfile
+from esnode import planfile, tasks
 from esnode.cli.plan import plan as plan_command
+from esnode.tasks import TaskError
+from esnode.template import template
 from protocol.lock import LockError
 from protocol.messages import Kind
 from protocol.plan import (
@@ -39,7 +41,6 @@ from protocol.plan import (
     parse,
     render,
     resolve_slice,
-    template,
 )
 from tests.ledgers import HEX, small_lock
 
@@ -235,8 +236,11 @@ def test_templates_run_as_they_are(task: str) -> None:
     assert (plan.task, plan.model) == (task, "demo")
     for row in FIELDS:
         assert f"{row.key} = " in text and row.meaning.split("`")[0][:40] in text
-    everything = re.sub(r"^# (\w+ = )", r"\1", text, flags=re.MULTILINE)
-    assert parse(everything) == plan, "what stands in comments are the defaults"
+    everything = parse(re.sub(r"^# (\w+ = )", r"\1", text, flags=re.MULTILINE))
+    assert everything.task_options == tasks.resolve_options(task, {})
+    assert dataclasses.replace(everything, task_options={}) == plan, (
+        "what stands in comments are the defaults"
+    )
 
 
 def test_template_values() -> None:
@@ -251,14 +255,15 @@ def test_template_values() -> None:
 
 def test_unknown_tasks() -> None:
     for task, says in (
-        ("contdown", "did you mean countdown?"),
-        ("zzzz", "must be one of short-answers"),
-        ("gym", "must be written gym:NAME"),
-        ("gym:", "must be written gym:NAME"),
-        ("countdown:x", "must be written countdown"),
-        ("", "must be one of"),
+        ("contdown", "did you mean 'countdown'?"),
+        ("zzzz", "choose one of short-answers"),
+        ("gym", "write 'gym:NAME'"),
+        ("gym:", "write 'gym:NAME'"),
+        ("countdown:x", "write 'countdown'"),
+        ("countdown:", "write 'countdown'"),
+        ("", "choose one of"),
     ):
-        with pytest.raises(PlanError, match=re.escape(says)):
+        with pytest.raises(TaskError, match=re.escape(says)):
             template(task, "demo")
     with pytest.raises(PlanError, match=r"run\.model"):
         template("countdown", "")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from protocol.template import DEFAULT_TASK
+from esnode.template import DEFAULT_TASK
 
 FILE = click.argument("file", type=click.Path(path_type=Path))
 
@@ -33,7 +33,7 @@ def new(task: str, model: str) -> None:
     Example:
       esnode plan new --task conciseness > plan.toml
     """
-    from protocol.template import template
+    from esnode.template import template
 
     click.echo(template(task, model), nl=False)
 

@@ -53,12 +53,12 @@ def names() -> list[str]:
 
 def find(spec: str) -> tuple[type[Task], str]:
     """The class behind a spec and the spec's argument ("" for none). Raises TaskError for an unknown spec."""
-    name, _, argument = spec.partition(":")
+    name, colon, argument = spec.partition(":")
     if name not in BUILTIN:
         close = difflib.get_close_matches(name, BUILTIN, n=1, cutoff=0.75)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise TaskError(f"there is no task {spec!r}: {hint}choose one of {', '.join(names())}")
-    if bool(argument) != (name in ARGUMENTS):
+    if bool(argument) != (name in ARGUMENTS) or (colon and not argument):
         form = f"{name}:{ARGUMENTS[name]}" if name in ARGUMENTS else name
         raise TaskError(
             f"task {spec!r} {'takes no argument' if argument else 'is incomplete'}: write {form!r}"

@@ -1,14 +1,15 @@
 """Commented plans that run as they are, for `esnode plan new` and for `esnode run` without a plan.
 
-Pure. The numbers per task were measured or published; what a task does not state is the default.
+The numbers per task were measured or published; what a task does not state is the default. Imports the task's
+module for its options, nothing heavy. Called by `begin.py`, `evaluate.py`, `bench.py` and `cli/plan.py`.
 """
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
-from protocol.plan import PlanError, default_of, parse, render_value
+from esnode import tasks
+from protocol.plan import default_of, parse, render_value
 from protocol.plan_fields import FIELDS, OPTIONS
 
 # Per task: values by key, and where they come from.
@@ -78,55 +79,40 @@ _PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
         {"members": 30, "sigma": 0.001, "alpha": 0.0005, "rounds": 100},
     ),
 }
-_ARGUMENT = {"gym": "NAME", "file": "PATH.jsonl", "likelihood": "PATH.jsonl", "python": "FILE.py"}
 DEFAULT_TASK = "short-answers"
 
 
 def template(task: str = DEFAULT_TASK, model: str = "demo") -> str:
-    """A plan for a task (`countdown`, `gym:chain_sum`, ...) and a model, every field explained.
+    """A plan for a task (`countdown`, `gym:chain_sum`, ...) and a model, every field and option explained.
 
-    What the task does not set stands as a comment with its default. PlanError for an unknown task.
+    What the task does not set stands as a comment with its default. TaskError for an unknown task, PlanError
+    for a model name that no plan can hold.
     """
-    intro, preset = _preset(task)
+    options = tasks.resolve_options(task, {})
+    intro, preset = _PRESETS[task.partition(":")[0]]
     # Equal batches give equal answers, so that a run that was killed and resumed ends in the same bits.
     stated = {"model": model, "task": task, "repeatable": True, **preset}
     lines = [
         f"# {intro}",
         "# Every field: docs/plan.md. [run] is the run's identity, [ops] may change any time.",
-        "",
+        *_tables(stated, options),
     ]
-    lines += _tables(stated)
     plan = "\n".join(lines) + "\n"
-    parse(plan)  # a model name that cannot be written down is refused here, with the field named
+    parse(plan)
     return plan
 
 
-def _preset(task: str) -> tuple[str, dict[str, Any]]:
-    name, colon, argument = task.partition(":")
-    if name not in _PRESETS:
-        near = difflib.get_close_matches(name, _PRESETS, 1, cutoff=0.75)
-        known = ", ".join(f"{key}:{_ARGUMENT[key]}" if key in _ARGUMENT else key for key in _PRESETS)
-        raise PlanError(
-            f"run.task = {task!r}: {f'did you mean {near[0]}? It ' if near else ''}must be one of {known}"
-        )
-    if bool(argument) != (name in _ARGUMENT) or (colon and not argument):
-        form = f"{name}:{_ARGUMENT[name]}" if name in _ARGUMENT else name
-        raise PlanError(f"run.task = {task!r}: must be written {form}")
-    return _PRESETS[name]
-
-
-def _tables(stated: dict[str, Any]) -> list[str]:
+def _tables(stated: dict[str, Any], options: dict[str, Any]) -> list[str]:
     lines: list[str] = []
     table = ""
     for row in FIELDS:
+        if row.table == "ops" != table:
+            lines += ["", f"[{OPTIONS}]", "# the task's own options: docs/tasks.md"]
+            lines += [f"# {key} = {render_value(value)}" for key, value in options.items()]
         if row.table != table:
-            if row.table == "ops":
-                lines += [f"[{OPTIONS}]", "# the task's own options", ""]
             table = row.table
-            lines.append(f"[{table}]")
+            lines += ["", f"[{table}]"]
         lines.append(f"# {row.meaning}")
         value = stated[row.key] if row.key in stated else default_of(row)
         lines.append(f"{'' if row.key in stated else '# '}{row.key} = {render_value(value)}")
-        if row is FIELDS[-1] or FIELDS[FIELDS.index(row) + 1].table != table:
-            lines.append("")
-    return lines[:-1]
+    return lines
