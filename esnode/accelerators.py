@@ -11,6 +11,7 @@ from pathlib import Path
 _PCI = Path("/sys/bus/pci/devices")
 _VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD"}
 _DISPLAY, _COMPUTE = "0x03", "0x12"  # PCI classes of GPUs, with and without an output
+_NODES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # of drivers, in containers that see no PCI bus too
 _TOO_OLD = re.compile(r"driver on your system is too old \(found version (\d+)\)")
 
 
@@ -19,6 +20,11 @@ def device() -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def plausible() -> bool:
+    """Whether it is worth asking torch for a GPU, which takes seconds."""
+    return _vendor() is not None or any(Path(node).exists() for node in _NODES)
 
 
 def obstacle() -> str | None:

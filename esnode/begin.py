@@ -44,7 +44,9 @@ class Request:
     nodes: int = 2
     threads: int = 1
     code: Path | None = None  # the folder that `python:` tasks may be loaded from
+    lanes: tuple[tuple[str, ...], ...] = ()  # those of each node; empty: an engine in each node's process
     node_words: tuple[str, ...] = ()  # further arguments of every node process
+    typed: tuple[str, ...] = ()  # the options about engines, to be typed again
 
 
 def draft(request: Request) -> str:

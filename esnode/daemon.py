@@ -31,6 +31,7 @@ from esnode import (
     departure,
     devices,
     events,
+    gpugroups,
     joined,
     mending,
     node,
@@ -147,6 +148,7 @@ class Daemon:
         began, options = time.monotonic(), self._options
         workshop: Workshop | Fleet
         if options.lanes:
+            options = gpugroups.settle(options, self._lock, self._log)
             used = [device for spec in options.lanes for device in devices.lane(spec).devices]
             who = f"node {options.name} of the run in {options.run.resolve()} (process {os.getpid()})"
             self._devices = devices.claim(tuple(dict.fromkeys(used)), who)
@@ -162,9 +164,9 @@ class Daemon:
             workshop.close()
             raise
         about = workshop.about
-        self._log.info(
-            "ready in %.1f s: kernel %s on %s", time.monotonic() - began, about.backend, about.device
-        )
+        lanes = f"{about.lanes} lanes, " if about.lanes > 1 else ""
+        where = f"{lanes}kernel {about.backend} on {about.device}"
+        self._log.info("ready in %.1f s: %s", time.monotonic() - began, where)
         return workshop
 
     def _resume(self, workshop: Workshop | Fleet, raws: Sequence[bytes]) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """Which GPUs a node works on, and that no other node of this user does.
 
 Lives here: `--gpus` and `--lanes` as a list of lanes, and a lock file per device. Imports torch only to
-count. Called by `cli/join.py`, `cli/node.py` and `daemon.py`.
+count. Called by `cli/engineoptions.py` and `daemon.py`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import fcntl
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import IO
 
@@ -49,7 +50,34 @@ def lanes_of(gpus: str | None, lanes: int | None, group: int = 1, per_gpu: int =
             raise DeviceError(f"--gpus {gpus}: {len(indices)} GPUs cannot be shared out in groups of {group}")
         cut = (indices[k : k + group] for k in range(0, len(indices), group))
         found = ["+".join(f"cuda:{index}" for index in part) for part in cut for _ in range(per_gpu)]
-    return (*found, *[CPU] * (lanes or 0)) if found or (lanes or 0) > 1 else ()
+    return (*found, *_on_cpu(lanes, bool(found)))
+
+
+def _on_cpu(lanes: int | None, beside: bool) -> tuple[str, ...]:
+    """Lanes on the CPU. A single one without any `beside` it is the engine in the node's own process, unless
+    that would go to a GPU."""
+    alone = lanes == 1 and not beside and not accelerators.plausible()
+    return () if alone else (CPU,) * (lanes or 0)
+
+
+def of_nodes(
+    gpus: str | None, lanes: int | None, group: int, per_gpu: int, nodes: int | None
+) -> tuple[tuple[str, ...], ...]:
+    """The lanes of each node of one machine, as `lanes_of`: the nodes share out the GPUs in their order, and
+    each has `lanes` on the CPU. Without `nodes` it is one, with lanes, else two.
+
+    Nobody said GPUs or lanes: all GPUs that there are.
+    """
+    if gpus is None and lanes is None and accelerators.plausible() and accelerators.device() != CPU:
+        gpus = "all"
+    found = lanes_of(gpus, None, group, per_gpu)
+    own = _on_cpu(lanes, bool(found))
+    nodes = nodes or (1 if found or own else 2)
+    if found and nodes > len(found):
+        what = f"{len(found)} engine{'s' * (len(found) > 1)} on GPUs cannot be shared out"
+        raise DeviceError(f"--nodes {nodes}: {what} among {nodes} nodes; leave --nodes out for one node")
+    cuts = [len(found) * k // nodes for k in range(nodes + 1)]
+    return tuple((*found[first:end], *own) for first, end in pairwise(cuts))
 
 
 def count(gpus: str) -> int:

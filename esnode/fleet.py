@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from esnode import children, devices, events, laneevents, lanes, nodeoptions
+from esnode.engines.wish import Wish
 from esnode.lanestate import STARTING, name_of
 from esnode.lanewire import Alive, Loaded, Log, Need, Pipe, Refresh, Refused, Reread, Where
 from esnode.nodeoptions import Options
@@ -221,7 +222,8 @@ class Fleet:
         plan, count = self._plans[number], len(self._plans)
         threads = plan.threads or max(1, self._options.threads // count)
         sharing = sum(other.devices == plan.devices != (devices.CPU,) for other in self._plans)
-        words = nodeoptions.lane_words(self._options, threads, plan.backend, sharing)
+        ranks = ranks_of(self._options.lanes[number], self._options.wish)
+        words = nodeoptions.lane_words(self._options, threads, plan.backend, sharing, ranks)
         with contextlib.ExitStack() as unused, theirs:
             unused.callback(ours.close)
             process = subprocess.Popen(
@@ -275,6 +277,12 @@ class Fleet:
     def _tell(self, number: int, effect: events.Effect | Where | Refresh) -> None:
         if number in self._processes:
             self._processes[number].told.put(effect)
+
+
+def ranks_of(lane: str, wish: Wish) -> int:
+    """Ranks of a lane's engine: as many as it has devices; 0 for as many as it takes."""
+    count = len(devices.lane(lane).devices)
+    return count if count > 1 else wish.tp
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

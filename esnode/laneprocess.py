@@ -7,7 +7,6 @@ log and every traceback (exit code 70). Started by `fleet.py`.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import queue
@@ -18,9 +17,8 @@ import threading
 import time
 import traceback
 from dataclasses import replace
-from typing import NoReturn
 
-from esnode import nodeoptions, reports
+from esnode import leash, nodeoptions, reports
 from esnode.enginethread import Broken, EngineThread, Taken
 from esnode.events import Progress
 from esnode.hostmaster import LeaderGone
@@ -31,7 +29,6 @@ from protocol.messages import Unit
 EXIT_REFUSED, EXIT_BUG = 1, 70
 REPORT_SECONDS = 0.2
 ALIVE_SECONDS = 5.0
-PR_SET_PDEATHSIG = 1
 
 
 class _ToNode(logging.Handler):
@@ -117,7 +114,7 @@ class LaneProcess:
         except Exception:
             self._pipe.send(Log(logging.ERROR, traceback.format_exc()))
             os._exit(EXIT_BUG)
-        _end_group()
+        leash.end_group()
 
     def _beat(self) -> None:
         """Say that this process runs. An engine that lets nobody else run, or a SIGSTOP, ends that."""
@@ -129,23 +126,10 @@ class LaneProcess:
             return  # the node is gone, which the other thread hears
 
 
-def _end_group() -> NoReturn:
-    """The end of this process and of what it started, ranks of its engine included."""
-    if os.getpgrp() == os.getpid():
-        os.killpg(0, signal.SIGKILL)
-    os._exit(0)
-
-
-def _die_with_node() -> None:
-    """Linux ends this process with its node, also when it is stopped or inside native code."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def main() -> int:
     """Run one lane."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the node, which ends us
-    _die_with_node()
+    leash.die_with_thread()
     pipe = Pipe(socket.socket(fileno=int(sys.argv[1])))
     options = nodeoptions.parse(sys.argv[2:])
     log = logging.getLogger(options.name)

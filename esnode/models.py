@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from esnode import manifest
+from protocol import plan as planning
 from protocol.errors import UserError
+from protocol.lock import Lock
 
 DEMO = "demo"
 DEMO_NAMES = (DEMO, "smollm2-135m")
@@ -98,6 +100,17 @@ def find_by_base(digest: str, label: str, progress: Progress = silent) -> ModelF
             f"with --base."
         )
     return found
+
+
+def of_run(named: str | None, run: Path, lock: Lock, progress: Progress = silent) -> ModelFolder:
+    """The base model of the run in a folder: the one `named`, else its plan's, else what goes by the lock's
+    label.
+    """
+    try:
+        named = named or planning.parse((run / "plan.toml").read_text(encoding="utf-8")).model
+    except OSError:  # a joined run has none
+        return find_by_base(lock.base, lock.model, progress)
+    return resolve(named, progress)
 
 
 def cache() -> Path:

@@ -112,8 +112,12 @@ def parse(arguments: Sequence[str] | None) -> Options:
     )
 
 
-def lane_words(options: Options, threads: int, backend: str | None, sharing: int = 1) -> list[str]:
-    """The command line of one lane of this node: what concerns the engine. `sharing`: lanes on its GPU."""
+def lane_words(
+    options: Options, threads: int, backend: str | None, sharing: int = 1, ranks: int = 0
+) -> list[str]:
+    """The command line of one lane of this node: what concerns the engine. `sharing`: lanes on its GPU;
+    `ranks`: of its engine, 0 for as many as it takes.
+    """
     said = {
         "run": options.run,
         "name": options.name,
@@ -124,7 +128,7 @@ def lane_words(options: Options, threads: int, backend: str | None, sharing: int
         "code": options.code,
         "loader": options.loader,
         "master": options.wish.master,
-        "tp": options.wish.tp or None,
+        "tp": ranks or None,
         "sharing": sharing if sharing > 1 else None,
     }
     return [word for name, value in said.items() if value is not None for word in (f"--{name}", str(value))]

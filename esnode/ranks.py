@@ -1,19 +1,22 @@
 """How many ranks a model can be cut into, and how many it is: told in a sentence before anything is loaded.
 
 Decided from the model's configuration, its tensors' names and the memory of each device; touches no device.
-Called by `engines/vllm_engine.py` and whoever deals out GPUs.
+Called by `engines/vllm_engine.py`; `gpugroups.py` deals out a machine's GPUs so.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from esnode.engines.interface import MemoryPlan
 from protocol.errors import UserError
 from protocol.lock import Lock
+
+MOST_ENGINES = 1 << 10  # nobody has as many GPUs
 
 
 class RanksError(UserError):
@@ -77,3 +80,110 @@ def default(config: Mapping[str, Any], plan: MemoryPlan, free: Sequence[int]) ->
 def share(plan: MemoryPlan, ranks: int) -> MemoryPlan:
     """What one of so many ranks needs: its part of the weights, all of the rest."""
     return MemoryPlan(plan.master // ranks, plan.live // ranks, plan.other, plan.available)
+
+
+# ---------------------------------------------------------------- GPUs of one machine, in groups
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One of those this process sees. `free`: bytes."""
+
+    index: int
+    kind: str
+    free: int
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """Host memory for masters, in bytes. `buffers`: what streaming through a GPU needs there; `shared`: the
+    master that engines of one rank read is counted already.
+    """
+
+    free: int
+    buffers: int
+    spare: int
+    shared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Deal:
+    """`groups`: the GPUs of each engine, by index; `words`: a line about each kind of GPU."""
+
+    groups: tuple[tuple[int, ...], ...]
+    words: tuple[str, ...]
+
+
+def deal(
+    model: str, config: Mapping[str, Any], plan: MemoryPlan, gpus: Sequence[Gpu], host: Host, master: str
+) -> Deal:
+    """The fewest GPUs per engine, of one kind, that hold live weights, work and the master, or, where no
+    number does, all but the master, which goes to host memory. As many such engines as there are GPUs for.
+
+    `plan`: of one GPU alone; `master`: `wish.MASTERS`. RanksError when no engine fits anywhere.
+    """
+    groups: list[tuple[int, ...]] = []
+    words: list[str] = []
+    for kind in dict.fromkeys(gpu.kind for gpu in gpus):
+        ours = [gpu for gpu in gpus if gpu.kind == kind]
+        found, host, line = _deal_kind(config, plan, ours, host, master)
+        groups += found
+        words.append(f"{_named(ours)} ({kind}): {line}")
+    if not groups:
+        raise RanksError(f"{model} fits no GPU of this machine. {'; '.join(words)}. Use a smaller model.")
+    return Deal(tuple(groups), tuple(words))
+
+
+def _deal_kind(
+    config: Mapping[str, Any], plan: MemoryPlan, gpus: Sequence[Gpu], host: Host, master: str
+) -> tuple[list[tuple[int, ...]], Host, str]:
+    """Groups of equal GPUs, the host memory that is left, and both in words."""
+    need = 0
+    for in_host in {"auto": (False, True), "device": (False,), "host": (True,)}[master]:
+        for ranks in (n for n in range(1, len(gpus) + 1) if not _obstacle(config, n)):
+            part = share(plan, ranks)
+            need = part.total - part.master + host.buffers if in_host else part.total
+            able = [gpu.index for gpu in gpus if gpu.free >= need]
+            count = len(able) // ranks
+            if in_host:
+                count = min(count, _masters(plan, host, ranks))
+            if count < 1:
+                continue
+            if in_host and not (ranks == 1 and host.shared):
+                taken = plan.master * (count if ranks > 1 else 1)
+                host = replace(host, free=host.free - taken, shared=host.shared or ranks == 1)
+            groups = [tuple(able[k * ranks : (k + 1) * ranks]) for k in range(count)]
+            return groups, host, _line(gpus, groups, need, in_host)
+    free = max(gpu.free for gpu in gpus)
+    if need <= free:
+        short = f"a master of {_gb(plan.master)} does not fit into {_gb(host.free)} of free host memory"
+        return [], host, f"not used, {short}"
+    return [], host, f"not used, at best {_gb(need)} are needed on each and {_gb(free)} are free"
+
+
+def _masters(plan: MemoryPlan, host: Host, ranks: int) -> int:
+    """How many engines of so many ranks find a master in host memory; those of one rank share it."""
+    most = max(0, host.free - host.spare) // max(plan.master, 1)
+    return most if ranks > 1 else MOST_ENGINES * (most > 0 or host.shared)
+
+
+def _line(gpus: Sequence[Gpu], groups: Sequence[tuple[int, ...]], need: int, in_host: bool) -> str:
+    """What equal GPUs do, in words."""
+    used = {index for group in groups for index in group}
+    left = [gpu for gpu in gpus if gpu.index not in used]
+    each = f" of {len(groups[0])} GPUs" + " each" * (len(groups) > 1) if len(groups[0]) > 1 else ""
+    free = min(gpu.free for gpu in gpus if gpu.index in used)
+    return (
+        f"{len(groups)} engine{'s' * (len(groups) > 1)}{each}, {_gb(need)} of {_gb(free)} free needed on each"
+        + ", the master in host memory" * in_host
+        + (f"; {_named(left)} left over" if left else "")
+    )
+
+
+def _named(gpus: Sequence[Gpu]) -> str:
+    numbers = ", ".join(str(gpu.index) for gpu in gpus)
+    return f"GPU{'s' * (len(gpus) > 1)} {numbers}"
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.1f} GB"

@@ -11,7 +11,7 @@ import os
 import shlex
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -95,7 +95,7 @@ def resume_command(place: RunFolder, request: Request) -> str:
     ):
         if value != default:
             words += [flag, str(value)]
-    return shlex.join(words)
+    return shlex.join([*words, *request.typed])
 
 
 @contextmanager
@@ -244,14 +244,14 @@ def _start(place: RunFolder, names: list[str], request: Request, descriptor: int
         if time.monotonic() > deadline:
             raise ChildFailed(f"the coordinator does not start to listen; its log is {log}.")
         time.sleep(0.05)
-    for name in names:
-        children.add(_node(place, name, request, descriptor))
+    for name, lanes in zip(names, request.lanes or ((),) * len(names), strict=True):
+        children.add(_node(place, name, lanes, request, descriptor))
 
 
-def _node(place: RunFolder, name: str, request: Request, descriptor: int) -> Child:
+def _node(place: RunFolder, name: str, lanes: Sequence[str], request: Request, descriptor: int) -> Child:
     arguments = ("--run", str(place.path), "--name", name, "--threads", str(request.threads))
     code = ("--code", str(request.code)) if request.code else ()
-    words = (*arguments, *code, *request.node_words)
+    words = (*arguments, *code, *request.node_words, *(word for lane in lanes for word in ("--lane", lane)))
     return Child(name, "esnode.daemon", words, place.log(name), keep_open=(descriptor,))
 
 

@@ -224,15 +224,23 @@ class _Child:
             "PYTHONHASHSEED": "0",
             "OMP_NUM_THREADS": "1",
         }  # equal scores everywhere; one core at most
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "esnode.scoring_worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=environment,
-            start_new_session=True,  # its own group: Ctrl-C is not for it, kill() reaches its children
-            bufsize=0,
-        )
+        leash, self._leash = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "esnode.scoring_worker", str(leash)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=environment,
+                pass_fds=(leash,),
+                start_new_session=True,  # its own group: Ctrl-C is not for it, kill() reaches its children
+                bufsize=0,
+            )
+        except BaseException:
+            os.close(self._leash)
+            raise
+        finally:
+            os.close(leash)
         assert self._process.stdin is not None and self._process.stdout is not None
         self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
         os.set_blocking(self._in, False)
@@ -329,6 +337,7 @@ class _Child:
         except (ProcessLookupError, PermissionError):
             self._process.kill()  # already gone (or, on macOS, a zombie group): this does nothing then
         self._process.wait()
+        os.close(self._leash)
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()

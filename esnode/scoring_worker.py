@@ -1,4 +1,4 @@
-"""The process that scores answers: `python -m esnode.scoring_worker`, started and killed by `esnode.scoring`.
+"""The process that scores answers: `python -m esnode.scoring_worker PIPE`, of `esnode.scoring`.
 
 Lives here: the child's side of the pipe, the limits it puts on itself, and the loop that calls the task. A
 request is one frame, its answers come one frame each, so that the parent always knows which answer a hung or
@@ -14,6 +14,7 @@ import os
 import queue
 import resource
 import struct
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,7 +24,7 @@ from typing import Any, BinaryIO
 
 import msgpack
 
-from esnode import fence
+from esnode import fence, leash
 from esnode.tasks import Item, Score, Task, TaskError, open_task
 
 REASON_CHARACTERS = 200
@@ -73,8 +74,7 @@ class Pipe:
             length = read_exactly(self._requests, _LENGTH.size)
             body = read_exactly(self._requests, _LENGTH.unpack(length)[0]) if length else None
             if body is None:
-                # Also out of a scorer that runs for ever. One that keeps the GIL meets its CPU limit.
-                os._exit(0)
+                leash.end_group()  # also out of a scorer that runs for ever, with what it started
             self._queue.put(body)
 
     def receive(self) -> Any:
@@ -96,7 +96,7 @@ def limit_process(memory_bytes: int) -> None:
 
 
 def limit_cpu(seconds: float) -> None:
-    """The kernel ends this process when it burns `seconds` more: the last resort when the parent is gone."""
+    """The kernel ends this process when it burns `seconds` more: the last resort."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     soft = math.ceil(used.ru_utime + used.ru_stime + seconds) + 2
     resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.RLIM_INFINITY))
@@ -155,6 +155,7 @@ def serve(task: Task, pipe: Pipe, seconds: float) -> None:
 
 def main() -> None:
     """Open the task named by the first frame, say whether that worked, then serve."""
+    leash.hold(int(sys.argv[1]))
     pipe = Pipe()
     opening = pipe.receive()
     limit_process(opening["memory"])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -22,13 +21,11 @@ from esnode.engines.replica_engine import ReplicaEngine
 from esnode.events import About
 from esnode.kernels import pick, selftest_digest
 from esnode.memory import words
-from esnode.models import ModelFolder
 from esnode.nodeoptions import Options
 from esnode.rederive import Rederiver
 from esnode.replay import DamagedMaster
 from esnode.scoring import Scorer
 from esnode.worker import Outcome, Worker
-from protocol import plan
 from protocol.errors import UserError
 from protocol.ledger import Chain, Entry
 from protocol.lock import Lock
@@ -145,7 +142,7 @@ class Workshop:
 def load(options: Options, lock: Lock) -> Workshop:
     """Build it all from the run's folder. UserError for a model, task or memory that does not fit."""
     log = logging.getLogger(options.name)
-    model = _model(options, lock, log)
+    model = models.of_run(options.model, options.run, lock, log.info)
     try:
         data = (options.run / "task.jsonl").read_bytes()
     except OSError as error:
@@ -198,18 +195,3 @@ def engine_loader(name: str) -> Callable[..., ReplicaEngine]:
 
         return vllm_engine.load
     return transformers_engine.load
-
-
-def _model(options: Options, lock: Lock, log: logging.Logger) -> ModelFolder:
-    """The base model: the one named, else the plan's, else what goes by the lock's label."""
-    named = options.model or _planned(options.run)
-    if named:
-        return models.resolve(named, log.info)
-    return models.find_by_base(lock.base, lock.model, log.info)
-
-
-def _planned(run: Path) -> str | None:
-    try:
-        return plan.parse((run / "plan.toml").read_text(encoding="utf-8")).model
-    except OSError:
-        return None

@@ -64,6 +64,32 @@ def test_node_takes_what_join_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [(one.peer_port, one.catch_up) for one in taken] == [(0, "snapshot"), (None, "auto")]
 
 
+def test_run_takes_the_engine_options_of_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    from esnode import accelerators, begin
+
+    taken: list[begin.Request] = []
+    monkeypatch.setattr("esnode.run.run", lambda request, console: taken.append(request) or 0)
+    monkeypatch.setattr(accelerators, "plausible", lambda: False)
+    words = ["run", "--engine", "vllm", "--tp", "2", "--lanes", "3", "--master", "host", "--backend", "cpu"]
+    for given in (words, ["run"], ["run", "--nodes", "3", "--threads", "2"]):
+        done = CliRunner().invoke(front.cli, given)
+        assert done.exit_code == 0, done.output
+    lanes, plain, three = taken
+    assert (lanes.nodes, lanes.lanes) == (1, (("cpu",) * 3,))
+    assert set(zip(lanes.node_words[::2], lanes.node_words[1::2], strict=True)) == {
+        ("--tp", "2"), ("--engine", "vllm"), ("--master", "host"), ("--backend", "cpu")
+    }  # fmt: skip
+    assert sorted(lanes.typed) == sorted((*lanes.node_words, "--lanes", "3"))
+    assert (plain.nodes, plain.threads, plain.lanes, plain.node_words, plain.typed) == (
+        2,
+        1,
+        ((), ()),
+        (),
+        (),
+    )
+    assert (three.nodes, three.threads) == (3, 2)
+
+
 def test_serve_limits_the_relay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import logging
 

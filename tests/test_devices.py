@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from esnode import devices
-from esnode.devices import DeviceError, Lane, lanes_of
+from esnode.devices import DeviceError, Lane, lanes_of, of_nodes
 
 
 def gpus_here(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
@@ -20,11 +20,34 @@ def gpus_here(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
 def test_an_engine_for_every_gpu_or_group_and_the_cpu_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus_here(monkeypatch, 4)
+    monkeypatch.setattr(devices.accelerators, "plausible", lambda: False)
     assert lanes_of("all", None) == ("cuda:0", "cuda:1", "cuda:2", "cuda:3")
     assert lanes_of("3,1", 1) == ("cuda:3", "cuda:1", "cpu")
     assert lanes_of("all", None, group=2) == ("cuda:0+cuda:1", "cuda:2+cuda:3")
     assert lanes_of(None, 2) == ("cpu", "cpu")
     assert lanes_of(None, None) == lanes_of(None, 1) == (), "one engine in the node's own process"
+
+
+def test_nodes_of_one_machine_share_its_gpus_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus_here(monkeypatch, 4)
+    monkeypatch.setattr(devices.accelerators, "plausible", lambda: True)
+    four = ("cuda:0", "cuda:1", "cuda:2", "cuda:3")
+    assert of_nodes(None, None, 1, 1, None) == of_nodes("all", None, 1, 1, 1) == (four,), "one node, all GPUs"
+    assert of_nodes("0,2", None, 1, 1, None) == (("cuda:0", "cuda:2"),)
+    assert of_nodes("all", 1, 2, 1, 2) == (("cuda:0+cuda:1", "cpu"), ("cuda:2+cuda:3", "cpu"))
+    assert of_nodes(None, None, 1, 1, 3) == (four[:1], four[1:2], four[2:])
+    assert of_nodes(None, 2, 1, 1, 2) == (("cpu", "cpu"),) * 2, "lanes leave the GPUs alone"
+    assert of_nodes(None, 1, 1, 1, None) == (("cpu",),), "a process that sees no GPU"
+    with pytest.raises(DeviceError, match=r"--nodes 5: 4 engines on GPUs cannot be shared out among 5 nodes"):
+        of_nodes("all", None, 1, 1, 5)
+
+
+def test_nodes_of_a_machine_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus_here(monkeypatch, 0)
+    monkeypatch.setattr(devices.accelerators, "plausible", lambda: False)
+    assert of_nodes(None, None, 1, 1, None) == of_nodes(None, 1, 1, 1, 2) == ((), ())
+    assert of_nodes(None, 2, 1, 1, None) == (("cpu", "cpu"),)
+    assert of_nodes(None, None, 2, 1, 3) == ((), (), ()), "--tp 2 on cores"
 
 
 def test_several_engines_on_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

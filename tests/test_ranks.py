@@ -66,6 +66,71 @@ def test_a_model_takes_as_few_gpus_as_hold_it(gpus: list[int], expected: int) ->
     assert ranks.default(EIGHT, plan, [size * GB for size in gpus]) == expected
 
 
+QWEN7 = {"num_attention_heads": 28, "num_key_value_heads": 4, "intermediate_size": 18944}
+QWEN32 = {"num_attention_heads": 40, "num_key_value_heads": 8, "intermediate_size": 27648}
+QWEN72 = {"num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": 29568}
+
+
+def dealt(
+    config: dict[str, Any], weights: float, gpus: list[int], master: str = "auto", host: int = 2000
+) -> ranks.Deal:
+    """A model of so many billion weights; GPUs of equal size are of one kind; 10 GB for work and cache."""
+    plan = MemoryPlan(int(4 * weights * GB), int(2 * weights * GB), 10 * GB, 0)
+    found = [ranks.Gpu(index, f"card of {size}", size * GB) for index, size in enumerate(gpus)]
+    return ranks.deal("m", config, plan, found, ranks.Host(host * GB, 0, GB), master)
+
+
+@pytest.mark.parametrize(
+    ("config", "weights", "gpus", "groups"),
+    [
+        (QWEN7, 7.6, [80] * 2, [(0,), (1,)]),
+        (QWEN7, 7.6, [40] * 4, [(0, 1), (2, 3)]),
+        (QWEN32, 32.8, [80] * 8, [(0, 1, 2, 3), (4, 5, 6, 7)]),
+        (QWEN72, 72.7, [80] * 8, [tuple(range(8))]),
+        (QWEN72, 72.7, [141] * 8, [(0, 1, 2, 3), (4, 5, 6, 7)]),
+        (QWEN7, 7.6, [80, 24, 24, 80, 24, 24], [(0,), (3,), (1, 2, 4, 5)]),  # groups of one kind only
+        (QWEN7, 7.6, [40] * 3, [(0, 1)]),  # a third would have to be idle or to hold all of it
+        (QWEN7, 7.6, [80, 12], [(0,)]),
+    ],
+)
+def test_gpus_are_dealt_out_in_the_smallest_groups_that_hold_the_model(
+    config: dict[str, Any], weights: float, gpus: list[int], groups: list[tuple[int, ...]]
+) -> None:
+    assert dealt(config, weights, gpus).groups == tuple(groups)
+
+
+def test_the_master_goes_to_the_host_where_no_group_holds_it() -> None:
+    found = dealt(QWEN72, 72.7, [80] * 4)
+    assert found.groups == ((0, 1, 2, 3),) and "the master in host memory" in found.words[0]
+    assert dealt(QWEN7, 7.6, [80] * 2, "host").groups == ((0,), (1,))
+    assert dealt(QWEN7, 7.6, [26] * 3, "auto", host=32).groups == ((0,), (1,), (2,)), "they share one"
+    assert dealt(QWEN7, 7.6, [18] * 4, "host", host=32).groups == ((0, 1),), "a group has its own"
+    assert dealt(QWEN7, 7.6, [26, 27], "host", host=32).groups == ((0,), (1,)), "unlike ones share it too"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "master", "host", "words"),
+    [
+        ([80] * 4, "device", 2000, r"GPUs 0, 1, 2, 3 \(card of 80\): not used, at best 119.0 GB are needed"),
+        ([80] * 4, "auto", 200, r"a master of 290.8 GB does not fit into 200.0 GB of free host memory"),
+        ([20, 40], "auto", 2000, r"GPU 0 .* 155.4 GB are needed on each and 20.0 .*; GPU 1 .* and 40.0 GB"),
+    ],
+)
+def test_a_model_that_fits_nowhere_is_refused_with_the_sums(
+    gpus: list[int], master: str, host: int, words: str
+) -> None:
+    with pytest.raises(RanksError, match=words):
+        dealt(QWEN72, 72.7, gpus, master, host)
+
+
+def test_what_is_dealt_out_is_said() -> None:
+    (line,) = dealt(QWEN7, 7.6, [40] * 5).words
+    assert line == (
+        "GPUs 0, 1, 2, 3, 4 (card of 40): 2 engines of 2 GPUs each, 32.8 GB of 40.0 GB free needed on each; "
+        "GPU 4 left over"
+    )
+
+
 def test_mixtures_and_quantised_models_are_refused_by_name(tmp_path: Path) -> None:
     mixture = tiny.lock(tiny.write(tmp_path / "moe", "mixtral"))
     with pytest.raises(RanksError, match=r"mixture of experts \(model\.layers\.0\..*--engine transformers"):

@@ -217,6 +217,8 @@ def test_the_command_that_continues_is_complete(tmp_path: Path) -> None:
     assert plain == f"esnode run --resume --out '{place.path}'"
     whole = run.resume_command(place, Request(code=Path("my tasks"), nodes=3, threads=2))
     assert whole == plain + " --code 'my tasks' --nodes 3 --threads 2"
+    engines = run.resume_command(place, Request(nodes=1, typed=("--engine", "vllm", "--gpus", "all")))
+    assert engines == plain + " --nodes 1 --engine vllm --gpus all"
 
 
 def test_killed_at_random_moments_it_resumes_to_the_same_bits(tmp_path: Path, unbroken: int) -> None:

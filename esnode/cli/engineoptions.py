@@ -1,6 +1,6 @@
 """Options of the commands that start engines, each written once, and how they reach the daemon.
 
-Called by the commands join, node and bench node, as decorators.
+Called by the commands run, join, node and bench node, as decorators.
 """
 
 from __future__ import annotations
@@ -56,7 +56,14 @@ def words(
     found = [
         word for lane in devices.lanes_of(gpus, lanes, tp or 1, engines_per_gpu) for word in ("--lane", lane)
     ]
-    found += ["--tp", str(tp)] if tp else []
-    for name, value in rest.items():
-        found += [f"--{name.replace('_', '-')}", str(value)] if value is not None else []
-    return found
+    return found + typed({"tp": tp, **rest})
+
+
+def typed(options: Mapping[str, object]) -> list[str]:
+    """Options as they are typed; those that are None are left out."""
+    return [
+        word
+        for name, value in options.items()
+        if value is not None
+        for word in (f"--{name.replace('_', '-')}", str(value))
+    ]

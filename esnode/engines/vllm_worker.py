@@ -20,7 +20,7 @@ from vllm.config import set_current_vllm_config
 from vllm.platforms import current_platform
 
 from esnode import kernels as kernel_registry
-from esnode import manifest, placement, shardmap
+from esnode import leash, manifest, placement, shardmap
 from esnode.engines.vllm_start import read_plain_weights
 from esnode.hostmaster import HostMaster, Layout
 from esnode.kernels.interface import Region
@@ -74,6 +74,7 @@ class Rank:
     def map(self, lock: bytes, folder: str) -> tuple[tuple[Shard, ...], dict[str, int]]:
         """The rank's slices, and what they fill of each parameter."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the node, which ends its ranks itself
+        leash.die_with_thread()  # the node's main one, which loads the engine
         self._lock, self._folder = lock_from_bytes(lock), Path(folder)
         live = DTYPES[self._lock.live_dtype]
         self._found = shardmap.find(self._model, self._lock.manifest, self._load, live)
