@@ -2,7 +2,7 @@
 
 `flip`: a bit of one lane's master turns over before its next unit; `wrong`: its update comes out wrong, and
 nothing there notices; `die`: all lanes die while they load; `hold`: units wait as long as it is there. Called
-by `test_fleet.py` as the `--loader` of lanes.
+by `test_fleet.py` and `test_orphans.py` as the `--loader` of lanes.
 """
 
 from __future__ import annotations
@@ -71,4 +71,16 @@ def toy(options: Options, lock: Lock) -> Any:
         return evaluate(*arguments)
 
     made.apply, made.evaluate = odd, held
+    return made
+
+
+def scored(options: Options, lock: Lock) -> Any:
+    """The toy, with a scoring process beside it."""
+    from esnode import tasks
+    from esnode.scoring import Scorer
+
+    made = toy(options, lock)
+    data = tasks.materialise("arithmetic", {})
+    made.scorer = Scorer("arithmetic", tasks.header(data)[1], data)
+    made.scorer.start()
     return made
