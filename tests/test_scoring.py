@@ -38,7 +38,7 @@ def score(item, text):
     if text == "sleep": time.sleep(60)
     if text == "spin":
         while True: pass
-    if text == "native": return float(bool(re.match("(a+)+$", "a" * 60 + "b")))  # the interpreter stands still
+    if text == "native": return float(bool(re.match("(a+)+$", "a" * 60 + "b")))  # it keeps the GIL
     if text == "nan": return float("nan")
     if text == "inf": return float("inf")
     if text == "high": return 1.5
