@@ -44,8 +44,6 @@ def read(source: Path) -> list[bytes]:
     reading = ledger.read(source)
     if not reading.chain.height:
         raise RecoverError(f"nothing can be recovered from {source}: it is {reading}")
-    if reading.chain.ended:
-        raise RecoverError(f"{source} is {reading}: nothing is left to do. `esnode fork` trains on from it")
     return [entry.raw for entry in reading.chain.entries]
 
 

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from coordinator import (
     amend,
+    answers,
     auditing,
     claims,
     disputes,
@@ -49,7 +50,6 @@ from protocol.messages import (
     RELEASED,
     RUN_ENDED,
     STOPPED,
-    WIRE_VERSION,
     Applied,
     Bye,
     CoordBeat,
@@ -64,14 +64,13 @@ from protocol.messages import (
     Rehello,
     Release,
     Result,
-    Welcome,
 )
 
 __all__ = ["State", "fold", "new", "next_term", "recall", "status", "step"]
 
 LINGER = 60.0  # seconds END is served at most to nodes that have not confirmed it
 LINGER_RELEASED = 3.0  # and to nodes that have left: one that is paused comes for it
-LINGER_ALONE = 5.0  # and to nodes that might return, after a start on a run that has ended
+LINGER_ALONE = 5.0  # and to nodes that might return, after a start on one's own run that has ended
 ENTRIES_BYTES = 256 * 1024  # one Entries message; up to 64 wait for a node that does not read
 UNITS_IN_BEAT = 64
 MAX_NOTE = 200  # characters of a node's words that are kept
@@ -197,9 +196,12 @@ def _linger(turn: Turn, since: float) -> None:
     if present:
         over = state.now - since >= LINGER
     else:
-        over = (bool(state.nodes) and not rest) or state.now - since >= LINGER_ALONE
+        alone = LINGER if answers.inherited(state) else LINGER_ALONE
+        over = (bool(state.nodes) and not rest) or state.now - since >= alone
     if over:
-        turn.stop(f"{RUN_ENDED}: {state.chain.round} rounds are committed", 0)
+        missing = answers.unconfirmed(state)
+        told = f"; not confirmed by {', '.join(missing)}" if missing else ""
+        turn.stop(f"{RUN_ENDED}: {state.chain.round} rounds are committed{told}", 0)
 
 
 def _expire(turn: Turn) -> None:
@@ -258,6 +260,7 @@ def _on_hello(turn: Turn, peer: bytes, hello: Hello) -> None:
     verdict = membership.admit(hello, state.lock, peer in state.allowed, turn.state.selftest)
     if reason := verdict.reason if not verdict.ok else claims.barred(state, peer):
         return _refuse(turn, peer, name, reason)
+    asked = answers.unsure(turn, peer)
     place = succession.place(turn, peer, name, hello)
     if not place.ok:
         return _refuse(turn, peer, name, place.reason) if place.reason else None
@@ -275,15 +278,11 @@ def _on_hello(turn: Turn, peer: bytes, hello: Hello) -> None:
         node = replace(node, pace=old.pace, tally=old.tally, ms=old.ms)
     turn.set_node(node)
     turn.set(selftest=turn.state.selftest or hello.selftest)
-    lock = state.lock
-    turn.send(
-        peer,
-        Welcome(
-            WIRE_VERSION, lock.run_id, lock.to_bytes(), state.term, chain.height, chain.tip, state.term_proof
-        ),
-    )
+    answers.greet(turn, peer)
     reason = (old and membership.changed(old.hello, hello)) or place.reason
-    turn.note("membership", node=name, what="returned" if old else "joined", reason=reason)
+    kept = asked and not answers.unsure(turn, peer)
+    what = "answered" if kept else "returned" if old else "joined"
+    turn.note("membership", node=name, what=what, reason=reason)
     if place.astray is not None:
         return succession.stray(turn, peer, hello.height)
     if known:
@@ -380,6 +379,8 @@ def _on_beat(turn: Turn, peer: bytes, message: NodeBeat) -> None:
     turn.set_node(replace(node, height=message.height, tip=message.tip))
     if not turn.over:
         work.reconcile(turn, peer, dict(message.units))
+    if answers.unsure(turn, peer):
+        return turn.send(peer, Rehello())
     units = tuple(lease.unit for lease in turn.nodes[peer].leases)[:UNITS_IN_BEAT]
     turn.send(peer, CoordBeat(turn.term, turn.chain.height, turn.chain.tip[:8], units))
     work.assign(turn, [peer])

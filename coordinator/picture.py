@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec.structs import asdict
 
-from coordinator import audit, claims, donors, enrolment, membership, rounds, succession
+from coordinator import answers, audit, claims, donors, enrolment, membership, rounds, succession
 from coordinator.membership import READY, Node
 from coordinator.state import State
 from protocol.messages import Kind, Unit
@@ -58,7 +58,7 @@ def _state(state: State) -> tuple[str, str]:
     if state.ending is not None or state.chain.ended:
         return "ended", f"all {state.chain.round} rounds are committed"
     if state.lineage.waiting:
-        return "recovering", succession.answered(state).reason
+        return "recovering", answers.answered(state).reason
     if state.round is None:
         return "starting", "the ledger is empty"
     stands = [membership.standing(node, state.round.number, state.now) for node in state.nodes.values()]

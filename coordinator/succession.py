@@ -1,7 +1,7 @@
 """Terms, other histories of the run, and the successor of a lost coordinator (docs/succession.md).
 
 Pure. Lives here: what a Hello says about terms and branches, the questions to a node whose ledger is none of
-mine, adopting what is ahead, sending back what is on a dead branch, and when a successor may begin. Each
+mine, adopting what is ahead, sending back what is on a dead branch, and how a successor begins. Each
 function takes the `Turn` of the step it is part of. Called by `machine.py`.
 """
 
@@ -12,18 +12,16 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from coordinator import membership
+from coordinator import answers, membership
 from coordinator.events import EntryAppended, Recovery, Stop, TermSeen, TermTaken
 from coordinator.lineage import Orphaned, Question
-from coordinator.membership import Verdict
 from coordinator.state import State, adopt, recall
 from coordinator.turn import Turn
 from protocol.chain import BrokenChain, Chain
-from protocol.entries import GENESIS, CommitBody, EntryKind, MalformedEntry, parse, public_key
+from protocol.entries import GENESIS, EntryKind, MalformedEntry, parse, public_key
 from protocol.messages import Commit, Entries, Fetch, Hello, Rehello, Return
 from protocol.terms import Claim, common, read_proof, signed_twice, stronger
 
-LAST_COMMITS = 8  # the recent work whose evaluators a successor waits for
 FORCED_AFTER = 10.0  # seconds a forced successor gives nodes to show what they hold
 SETTLED_AFTER = 3.0  # a successor gives all that are about to connect a moment
 TOLD_WITHIN = 10.0  # a node that is ahead has shown its entries by then, or is not waited for
@@ -56,7 +54,7 @@ def begin(turn: Turn, how: str) -> None:
         _record(turn, Recovery(False, turn.chain.height, turn.chain.signer))
     if turn.lineage.waiting:
         _set(turn, force=how == "force", since=turn.now)
-        turn.note("succession", what="waits", reason=answered(turn.state).reason)
+        turn.note("succession", what="waits", reason=answers.answered(turn.state).reason)
 
 
 # ---------------------------------------------------------------- a node's Hello
@@ -68,6 +66,7 @@ def place(turn: Turn, peer: bytes, name: str, hello: Hello) -> Place:
     heeded = _heed_term(turn, name, hello, branch)
     if heeded is not None:
         return heeded
+    answers.hear(turn, peer, hello)
     if holds(turn.chain, hello.height, hello.tip):
         forget(turn, peer)
         verdict = membership.base_fits(hello, turn.chain)
@@ -75,7 +74,10 @@ def place(turn: Turn, peer: bytes, name: str, hello: Hello) -> Place:
     if branch is None or branch.tip != hello.tip:
         ask(turn, peer, hello.height)
         return UNCLEAR
-    return _judge(turn, peer, name, branch)
+    found = _judge(turn, peer, name, branch)
+    if found is UNCLEAR and not turn.stopped:
+        answers.hold(turn, peer)
+    return found
 
 
 def holds(chain: Chain, height: int, tip: bytes) -> bool:
@@ -283,7 +285,7 @@ def _weigh(turn: Turn, peer: bytes, name: str, branch: Chain, shared: int) -> Pl
 
 def on_tick(turn: Turn) -> None:
     """Begin as soon as those who did more than half of the recent work have answered."""
-    verdict, lineage = answered(turn.state), turn.lineage
+    verdict, lineage = answers.answered(turn.state), turn.lineage
     waited = turn.now - lineage.since
     forced = lineage.force and waited >= FORCED_AFTER
     telling = any(turn.now - question.since < TOLD_WITHIN for question in lineage.questions.values())
@@ -299,30 +301,6 @@ def on_tick(turn: Turn) -> None:
     for key, branch in turn.lineage.branches.items():
         name = turn.state.allowed.get(key, key.hex()[:8])
         _name_orphans(turn, name, branch, common(turn.chain, branch))
-
-
-def answered(state: State) -> Verdict:
-    """Whether those who evaluated more than half of the members of the last commits have shown their tips.
-
-    What revoked nodes evaluated is left out: they cannot answer, and nobody may wait for them.
-    """
-    chain = state.chain
-    gone = {number for key, number in state.numbers.items() if key in state.guests.revoked}
-    staying = chain.roster.keys() - gone
-    there = {*state.nodes, *state.lineage.branches}
-    numbers = {number for key, number in state.numbers.items() if key in there}
-    bodies = [entry.body for entry in chain.commits[-LAST_COMMITS:]]
-    rows = [row.evaluator for body in bodies if isinstance(body, CommitBody) for row in body.members]
-    rows = [number for number in rows if number in staying]
-    what = f"members of the last {len(bodies)} commits"
-    if not rows:
-        rows, what = sorted(staying), "nodes of the roster"
-    if not rows:
-        return Verdict(bool(there), "nobody has worked for this run yet" if there else "no node has answered")
-    known = sum(number in numbers for number in rows)
-    missing = sorted({chain.roster[n][1] if n in chain.roster else f"number {n}" for n in {*rows} - numbers})
-    words = f"nodes that answered stand for {known} of {len(rows)} {what}, more than half is needed"
-    return Verdict(2 * known > len(rows), words + (f"; not heard: {', '.join(missing)}" if missing else ""))
 
 
 def weigh_shown(turn: Turn) -> None:
@@ -361,7 +339,7 @@ def picture(state: State) -> dict[str, Any]:
     names = state.allowed
     return {
         "key": public_key(state.key).hex(),
-        "waiting": answered(state).reason if lineage.waiting else "",
+        "waiting": answers.answered(state).reason if lineage.waiting else "",
         "recovered_at": [height for height, _ in lineage.recovered],
         "other_branches": {names.get(key, key.hex()[:8]): c.height for key, c in lineage.branches.items()},
         "left_behind": [

@@ -105,7 +105,7 @@ def _on_started(turn: Turn, event: Started) -> None:
 
 def _on_tick(turn: Turn, event: Tick) -> None:
     state = turn.state
-    if state.until is not None and state.now >= state.until:
+    if state.until is not None and state.now >= state.until and _unheard(state):
         return turn.stop(state.leaving or RUN_ENDED + pausing.late(turn), 0)
     if state.paused:
         return pausing.on_tick(turn)
@@ -117,6 +117,14 @@ def _on_tick(turn: Turn, event: Tick) -> None:
             _beat(turn)
     elif state.now >= turn.state.hello_at and not state.leaving:
         turn.say_hello()
+
+
+def _unheard(state: State) -> bool:
+    """Whether an ended node waits in vain for its Bye.
+
+    While a coordinator speaks and says none, this END may be none of the run's.
+    """
+    return bool(state.leaving or state.paused) or state.now - state.heard >= BEAT_EVERY + FAREWELL
 
 
 def _on_leave(turn: Turn, event: Leave) -> None:

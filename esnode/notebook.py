@@ -14,7 +14,7 @@ from pathlib import Path
 
 from esnode.folder import write_file
 from protocol import ledger
-from protocol.entries import EntryKind, parse
+from protocol.entries import Entry, EntryKind, parse
 from protocol.errors import UserError
 from protocol.ledger import LedgerFile
 from protocol.messages import RUN_ENDED
@@ -37,7 +37,7 @@ def refuse_if_over(folder: Path) -> None:
     if path.exists() and not ledger.MAGIC.startswith(path.read_bytes()):
         reading = ledger.read(path)
         if reading.ended and reading.problem is None:
-            raise RunOver(_over(path, reading.chain.round))
+            raise RunOver(_over(path, reading.chain.entries[-1]))
 
 
 class Notebook:
@@ -65,7 +65,7 @@ class Notebook:
         """RunOver when the ledger held ends with the run's END."""
         last = parse(self.raws[-1]) if self.raws else None
         if last is not None and last.kind is EntryKind.END:
-            raise RunOver(_over(self._file.path, last.round))
+            raise RunOver(_over(self._file.path, last))
 
     def store(self, first: int, raws: Sequence[bytes]) -> None:
         """Append entries of which the first has height `first`; those already held are not written again."""
@@ -148,8 +148,9 @@ class Notebook:
             )
 
 
-def _over(path: Path, rounds: int) -> str:
-    return f"{RUN_ENDED} after {rounds} rounds; the whole ledger is {path}"
+def _over(path: Path, end: Entry) -> str:
+    name = f"entry {end.hash.hex()[:16]} of term {end.term}"
+    return f"{RUN_ENDED} after {end.round} rounds with {name}; the whole ledger is {path}"
 
 
 def _unwritable(folder: Path, error: OSError) -> str:

@@ -72,6 +72,7 @@ class Actor:
         legal = code == 0 or self.world.excused(self.name, reason)
         require(legal, f"{self.name} stops with code {code}: {reason}")
         self.up, self.stopped = False, (reason, code)
+        self.world.stops.append((self.name, reason))
         self.world.log(self.name, f"stops with code {code}: {reason}")
 
     def _tick(self) -> None:

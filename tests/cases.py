@@ -138,6 +138,23 @@ def two_successors() -> World:
     return world
 
 
+def an_answer_that_is_not_kept() -> World:
+    """Of two successors one is answered by a node whose disk is full: that answer counts for neither."""
+    world = World(seed=54, nodes=3, rounds=4, paces=(0.1,), heirs=rulers.HEIRS)
+    rulers.two_successors(world, 4.0, ("node-0", "node-1"), ("wait", "wait"), notices=20.0)
+    world.fill("node-1", 4.0, 14.0)
+    world.run()
+    return world
+
+
+def two_ends() -> World:
+    """Two forced successors bring the run to two ends: the last words of each name the other's nodes."""
+    world = World(seed=55, nodes=4, rounds=4, paces=(0.1,), heirs=rulers.HEIRS)
+    rulers.two_successors(world, 4.0, ("node-0", "node-1"), ("force", "force"), notices=100.0, wanders=False)
+    world.run()
+    return world
+
+
 def old_coordinator_returns() -> World:
     """A successor has taken over, and the lost coordinator's machine comes back: it meets the new term."""
     world = World(seed=49, nodes=3, rounds=8, heirs=rulers.HEIRS)
@@ -196,6 +213,8 @@ CASES: dict[str, Callable[[], World]] = {
         flipped_bit,
         wrong_update,
         two_successors,
+        an_answer_that_is_not_kept,
+        two_ends,
         old_coordinator_returns,
         cloned_folder,
         sybils_hide_commits,

@@ -198,11 +198,18 @@ class Checkers:
         self.recovering = self.histories.cloned = True
         self.promises[twin] = deepcopy(self.promised(name))
 
-    def whole(self, raws: Sequence[bytes]) -> bool:
-        """Whether a node's ledger is the run's."""
-        if self.histories.cloned and raws and parse(raws[-1]).kind is EntryKind.END:
-            return True  # both copies went on to the end, and nobody ever met both
-        return self.at_head(raws)
+    def over(self, raws: Sequence[bytes]) -> bool:
+        """Whether a node's ledger ends with an END: its process starts no more."""
+        last = self.tree.known_raw.get(raws[-1]) if raws else None
+        return last is not None and last.kind is EntryKind.END
+
+    def told_apart(self, name: str, key: bytes, stops: Sequence[tuple[str, str]]) -> None:
+        """A node rests on another END than the run's: if it worked lately, somebody's last words say so."""
+        if key not in self.histories.recent_workers([entry.hash for entry in self.chain]):
+            return
+        words = [words for _, words in stops if "histories" in words or "two copies" in words]
+        words += [words for _, words in stops if "not confirmed by" in words and name in words]
+        require(bool(words), f"{name} rests on another END than the run's, and nobody says so")
 
     def at_head(self, raws: Sequence[bytes]) -> bool:
         """Whether a node's ledger is the branch with the highest term, all of it."""

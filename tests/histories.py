@@ -25,6 +25,10 @@ class Histories:
         self.paths: dict[str, list[bytes]] = {}
         self.cut: dict[str, tuple[int, int]] = {}  # term and height that a coordinator gave up in this turn
         self.starters: dict[tuple[int, bytes], bytes] = {}  # term and signing key -> start
+        self.promised: dict[bytes, set[bytes]] = {}  # node -> proofs of the terms it put on its disk
+        self.begun: dict[
+            tuple[int, bytes], str
+        ] = {}  # term and tip -> the unforced successor that began there
         self.cloned = False  # whether two coordinators sign as one
 
     def starts(self, name: str, journal: Sequence[Record]) -> str:
@@ -36,6 +40,10 @@ class Histories:
                 del path[record.height :]
         known = self.paths.setdefault(name, path)
         return "" if path == known else f"the journal of {name} holds other entries than it flushed"
+
+    def promises(self, key: bytes, proof: bytes) -> None:
+        """A node has put the proof of a term on its disk: it answers no other of this number."""
+        self.promised.setdefault(key, set()).add(proof)
 
     def forget(self, name: str) -> None:
         self.paths.pop(name, None)
@@ -79,22 +87,28 @@ class Histories:
     def _begins(self, name: str, after: State) -> str:
         """Those who did more than half of the recent work have answered, nobody showed a stronger chain."""
         path = self.paths[name]
-        entries = [self.tree.known[digest].entry for digest in path]
         for branch in after.lineage.branches.values():
             if (branch.term, branch.height) > self._rank(path):
                 return f"{name} begins at {self._rank(path)}, a node showed {(branch.term, branch.height)}"
-        keys = {
-            row.number: row.key for e in entries if isinstance(e.body, RosterBody) for row in e.body.admitted
-        }
-        for body in (e.body for e in entries if isinstance(e.body, RosterBody)):
-            for number in body.revoked:  # it cannot answer: nobody waits for it
-                del keys[number]
-        bodies = [entry.body for entry in entries if isinstance(entry.body, CommitBody)][-LAST:]
-        evaluators = [member.evaluator for body in bodies for member in body.members]
-        rows = [keys[number] for number in evaluators if number in keys]
-        rows = [key for key in rows if key not in after.guests.revoked]
-        heard = sum(key in after.nodes or key in after.lineage.branches for key in rows)
-        ended = entries[-1].kind is EntryKind.END  # then it opens no round
+        rows = [key for key in self.recent_workers(path) if key not in after.guests.revoked]
+        shown = {*after.nodes, *after.lineage.branches}
+        heard = sum(key in shown and after.term_proof in self.promised.get(key, ()) for key in rows)
+        ended = self.tree.known[path[-1]].entry.kind is EntryKind.END  # then it opens no round
         if rows and 2 * heard <= len(rows) and not after.lineage.force and not ended:
             return f"{name} begins although {heard} of {len(rows)} recent members are heard"
+        if rows and not (ended or after.lineage.force or after.guests.revoked or self.cloned):
+            other = self.begun.setdefault((after.term, path[-1]), name)
+            if other != name:
+                return f"{name} and {other} both begin in term {after.term}, and nobody forced either"
         return ""
+
+    def recent_workers(self, path: Sequence[bytes]) -> list[bytes]:
+        """CURVE keys of those who evaluated the members of the last commits, without revoked ones."""
+        entries = [self.tree.known[digest].entry for digest in path]
+        rosters = [entry.body for entry in entries if isinstance(entry.body, RosterBody)]
+        keys = {row.number: row.key for body in rosters for row in body.admitted}
+        for number in (number for body in rosters for number in body.revoked):
+            del keys[number]  # it cannot answer: nobody waits for it
+        bodies = [entry.body for entry in entries if isinstance(entry.body, CommitBody)][-LAST:]
+        evaluators = [member.evaluator for body in bodies for member in body.members]
+        return [keys[number] for number in evaluators if number in keys]

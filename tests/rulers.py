@@ -153,9 +153,17 @@ class Operator:
 
 
 def two_successors(
-    world: World, at: float, sources: Sequence[str], hows: Sequence[str], notices: float
+    world: World,
+    at: float,
+    sources: Sequence[str],
+    hows: Sequence[str],
+    notices: float,
+    wanders: bool = True,
 ) -> None:
-    """The coordinator's machine is lost; two people start a successor each, from these nodes' ledgers."""
+    """The coordinator's machine is lost; two people start a successor each, from these nodes' ledgers.
+
+    Nodes wander between the two, or each stays with one of them.
+    """
     operator = Operator(world, notices)
 
     def begin() -> None:
@@ -165,7 +173,10 @@ def two_successors(
         operator.retire(world.coordinator)
         heirs = [operator.successor(raws, how) for raws, how in zip(ledgers, hows, strict=True)]
         world.coordinator = heirs[0]
-        operator.wander(at, at + 3.0, [heir.name for heir in heirs])
+        if wanders:
+            return operator.wander(at, at + 3.0, [heir.name for heir in heirs])
+        for k, name in enumerate(world.nodes):
+            operator.send(name, heirs[k % 2].name)
 
     world.at(at, begin)
 

@@ -14,11 +14,11 @@ import esnode.events as ne
 import esnode.proofevents as pe
 from esnode import node
 from esnode.snapshotevents import FetchEntries, FetchSnapshot, Save, StopFetch
-from protocol.entries import Entry
-from protocol.messages import Bye, Enrol, Enrolled, Kind, Message, Refuse, Unit
+from protocol.entries import Entry, EntryKind
+from protocol.messages import RUN_ENDED, Bye, Enrol, Enrolled, Kind, Message, Refuse, Unit
 from tests.actors import COORDINATOR, Actor
 from tests.checkers import require
-from tests.larder import Larder, started
+from tests.larder import Larder, entries_held, started
 from tests.replica import NAME, Outcome, Replica, measure
 
 if TYPE_CHECKING:
@@ -71,7 +71,10 @@ class SimNode(Actor):
         )
 
     def begin(self) -> None:
-        if self._newcomer:
+        held = entries_held(self)
+        if held and held[-1].kind is EntryKind.END:  # `notebook.refuse_if_over`
+            self.stop(f"{RUN_ENDED} after {held[-1].round} rounds", 0)
+        elif self._newcomer:
             self._enrol()
         else:
             self._work()
@@ -210,6 +213,7 @@ class SimNode(Actor):
                 require(term > self.disk.term, "a term goes back")
                 if not self.out_of_room():
                     self.disk.term, self.disk.proof = term, proof
+                    world.checkers.histories.promises(self.key, proof)
             case ne.Note(kind, fields):
                 world.note(self.name, kind, fields)
             case ne.Stop(reason, code):

@@ -59,6 +59,7 @@ PURE: dict[str, set[str]] = {
     "protocol/terms.py": {"nacl"},
     "protocol/wire.py": {"msgpack", "msgspec"},
     "protocol/zmtp.py": set(),
+    "coordinator/answers.py": {"msgspec"},
     "coordinator/enrolment.py": {"msgspec"},
     "coordinator/audit.py": {"msgspec"},
     "coordinator/auditing.py": {"msgspec"},

@@ -131,6 +131,39 @@ def test_what_a_revoked_node_evaluated_is_waited_for_by_nobody() -> None:
     assert heir.state.chain.ended
 
 
+def test_an_answer_counts_once_the_node_keeps_it() -> None:
+    """Else the node could answer a second successor, and both would begin in one term."""
+    world = world_of(paces=(0.02, 1.0, 1.0))  # node-0 does nearly everything
+    committed(world, 3)
+    lose_coordinator(world)
+    ledger = raws_of(world, "node-1")
+    one = succeed(world, ledger, "one", HEIR)
+    world.nodes[FIRST].full = True
+    move(world, "one")
+    world.run(until=world.now + 20)
+    assert one.state.lineage.waiting and "not heard: node-0" in world.status()["reason"]
+    assert world.count("membership", node=FIRST, what="returned"), "it says Hello, again and again"
+    world.nodes[FIRST].full = False
+    world.run()
+    assert one.state.chain.ended and len(tips(world)) == 1
+    assert world.count("membership", node=FIRST, what="answered") == 1
+
+
+def test_a_successor_of_a_run_that_has_ended_tells_who_comes_and_names_who_does_not() -> None:
+    world = world_of(rounds=2)
+    world.network.cut("node-2", 0.5, 60.0)
+    committed(world, 2)
+    world.run(until=world.now + 1)
+    lose_coordinator(world)
+    world.failing = True
+    heir = succeed(world, raws_of(world))
+    world.run(until=59.0)
+    move(world, "heir", "node-2")
+    world.run(until=world.now + 5)
+    assert raws_of(world, "node-2") == raws_of(world)
+    assert heir.stopped == ("the run has ended: 2 rounds are committed; not confirmed by node-0, node-1", 0)
+
+
 def test_force_does_not_count() -> None:
     world = world_of(paces=(0.02, 1.0, 1.0))
     committed(world, 3)
@@ -369,7 +402,7 @@ def test_sybils_that_hide_the_newest_commits_do_not_count_for_more_than_their_wo
 
 
 def test_a_successor_that_begins_too_early_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coordinator.succession.answered", lambda state: Verdict(True, "who cares"))
+    monkeypatch.setattr("coordinator.answers.answered", lambda state: Verdict(True, "who cares"))
     world = world_of(paces=(0.02, 1.0, 1.0))
     committed(world, 3)
     lose_coordinator(world)

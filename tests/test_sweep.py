@@ -22,6 +22,7 @@ KNOWN_BAD: dict[int, str] = {
     188: "two audits of one unit, the first of a result that was dropped, gave one node the unit twice",
     87: "a successor of a run that had ended waited for ever, and so did a node of the dead branch",
     60195: "of two copies of a coordinator that of the lower term was kept: the simulator never saw its end",
+    71710: "a node whose disk was full answered two successors: both began in one term, both signed an END",
     68: "a torn ledger file under a running node was a fault of the simulator itself",
 }
 FIXED = range(40)

@@ -68,6 +68,7 @@ class World:
         self.checkers = Checkers(self.lock, lambda state: probe_due(self.lock, self.ops, state)[0])
         self.story: list[tuple[float, str, str, bool]] = []  # (when, who, words, fit for a transcript)
         self.notes: list[tuple[str, str, Mapping[str, Any]]] = []
+        self.stops: list[tuple[str, str]] = []  # every process that ended by itself, and its last words
         self.apply_ms = 20.0  # a node's time to apply one entry
         self.coming = 0  # starts that are scheduled
         self.gone: set[str] = set()  # nodes that go for good
@@ -282,12 +283,12 @@ class World:
         self.log("world", "heals")
 
     def _satisfied(self, sim: SimNode) -> bool:
-        """Whether a node has nothing to wait for: it has the whole ledger, or it has gone for good."""
+        """Whether a node has nothing to wait for: it holds an END, with which none starts, or is gone."""
         if sim.name in self.gone and sim.stopped:
             return True
         if sim.stopped and sim.stopped[1]:
             return True
-        return self.checkers.ended and self.checkers.whole(sim.disk.raws)
+        return self.checkers.ended and self.checkers.over(sim.disk.raws)
 
     @property
     def finished(self) -> bool:
@@ -304,6 +305,8 @@ class World:
             require(self._satisfied(sim), f"{name} ends without the whole ledger")
             if self.checkers.at_head(sim.disk.raws):  # else it is gone for good and speaks to nobody
                 self.checkers.orphans_named(name, [raw for _, raws in sim.disk.orphans for raw in raws])
+            elif not (name in self.gone and sim.stopped) and self.checkers.over(sim.disk.raws):
+                self.checkers.told_apart(name, sim.key, self.stops)
 
     # ------------------------------------------------------------ looking
 
