@@ -16,9 +16,17 @@ def check(words: Sequence[str]) -> None:
 
 
 def named(words: Sequence[str]) -> None:
-    """AssertionError unless the words name a command or group, whatever arguments it wants."""
+    """AssertionError unless the words name a command or group, and the options among them are its own."""
     command, rest = _find(words)
-    assert not rest, f"{command.name} takes no command {rest[0]!r}"
+    assert not (rest and isinstance(command, click.Group)), f"{command.name} has no command {rest[0]!r}"
+    options = {name for option in command.params for name in option.opts} | {"--help"}
+    unknown = {word for word in rest if word.startswith("--")} - options
+    assert not unknown, f"{' '.join(words)}: unknown {', '.join(sorted(unknown))}"
+
+
+def find(words: Sequence[str]) -> click.Command:
+    """The command or group these words name."""
+    return _find(words)[0]
 
 
 def _find(words: Sequence[str]) -> tuple[click.Command, list[str]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 import time
@@ -19,7 +21,7 @@ from esnode import joined
 from esnode.cli import main as front
 from protocol import ledger, logfile
 from protocol.errors import UserError
-from tests import ledgers
+from tests import commands, ledgers
 from tests.runs import toy_lock
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -148,6 +150,17 @@ def test_every_command_has_help_with_an_example(words: tuple[str, ...]) -> None:
     shown = CliRunner().invoke(front.cli, [*words, "--help"])
     assert shown.exit_code == 0, shown.output
     assert "Example" in shown.output and f"esnode {' '.join(words)}" in shown.output
+    for line in re.findall(r"^ +(esnode .*)$", shown.output, re.MULTILINE):
+        commands.named(shlex.split(line.partition(" > ")[0])[1:])
+
+
+@pytest.mark.parametrize("words", every_command(), ids=" ".join)
+def test_every_option_is_explained_with_its_default(words: tuple[str, ...]) -> None:
+    for option in commands.find(words).params:
+        if isinstance(option, click.Option) and not option.hidden:
+            assert option.help, option.name
+            given = option.default not in (None, (), False) and isinstance(option.default, str | int | float)
+            assert not given or option.show_default or "default" in option.help, option.name
 
 
 def test_help_is_fast_and_loads_nothing_heavy() -> None:

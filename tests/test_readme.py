@@ -1,4 +1,4 @@
-"""README.md against the code: every file has its line, every command exists with the flags shown."""
+"""README.md and docs against the code: every file has its line, every command exists with the flags shown."""
 
 from __future__ import annotations
 
@@ -39,14 +39,27 @@ def test_the_layout_tree_has_one_line_for_every_file() -> None:
     assert {name for name in listed if name.split("/")[0] in PACKAGES} == there
 
 
+DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
 def commands() -> list[str]:
-    """Every `esnode ...` line of the code blocks, comments cut off."""
-    lines = (
-        line.partition("#")[0].partition(" > ")[0].strip()
-        for block in blocks()
-        for line in block.splitlines()
+    """Every `esnode ...` line of a code block, fenced or indented, comments cut off."""
+    whole = "\n".join(path.read_text() for path in DOCS).replace("\\\n", " ")
+    lines = re.findall(r"^(?:    )?(esnode .*)$", whole, re.MULTILINE)
+    return sorted({line.partition("#")[0].partition(" > ")[0].strip() for line in lines})
+
+
+def mentions() -> list[str]:
+    """Every `esnode ...` within a sentence; `esnode nodes list|revoke` is two."""
+    whole = "\n".join(path.read_text() for path in DOCS)
+    found = {span.split("[")[0].replace("\n", " ") for span in re.findall(r"`(esnode [^`]+)`", whole)}
+    found -= {"esnode ...", "esnode COMMAND --help", "esnode --help"}
+    either = [(line, re.search(r"\S+\|\S+", line)) for line in found]
+    return sorted(
+        line.replace(match[0], word) if match else line
+        for line, match in either
+        for word in (match[0].split("|") if match else [""])
     )
-    return sorted({line for line in lines if line.startswith("esnode ")})
 
 
 @pytest.mark.parametrize("line", commands())
@@ -55,6 +68,12 @@ def test_every_command_shown_is_understood(line: str) -> None:
     commands_of.check(shlex.split(line)[1:])
 
 
-def test_links_lead_somewhere() -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", README):
-        assert target.startswith("https://") or (ROOT / target).exists(), target
+@pytest.mark.parametrize("line", mentions())
+def test_every_command_mentioned_exists(line: str) -> None:
+    commands_of.named(shlex.split(line)[1:])
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
+        assert target.startswith("https://") or (path.parent / target).exists(), target

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from esnode.cli import engineoptions
+from esnode.cli import options
 
 if TYPE_CHECKING:
     from esnode.engines.interface import MemoryPlan
@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 
 @click.group()
 def bench() -> None:
-    """Measure this machine at a run's work."""
+    """Measure this machine at a run's work.
+
+    \b
+    Example:
+      esnode bench node --plan plan.toml
+    """
 
 
 @bench.command(short_help="Show where this node's time would go.")
@@ -27,15 +32,15 @@ def bench() -> None:
 @click.option(
     "--members", type=click.IntRange(min=1), default=4, show_default=True, help="Members to measure."
 )
-@engineoptions.threads
+@options.threads
+@options.engine
+@options.tp
+@options.master
+@options.code
 @click.option(
-    "--engine", type=click.Choice(["transformers", "vllm"]), default="transformers", show_default=True
-)
-@engineoptions.tp
-@engineoptions.master
-@click.option("--code", type=click.Path(path_type=Path, file_okay=False), help="Folder of a python: task.")
-@click.option(
-    "--trace", type=click.Path(path_type=Path, dir_okay=False), help="Write a timeline for Perfetto."
+    "--trace",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write a timeline to open at https://ui.perfetto.dev.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def node(
@@ -44,7 +49,7 @@ def node(
     model: str,
     members: int,
     threads: int | None,
-    engine: str,
+    engine: str | None,
     tp: int | None,
     master: str | None,
     code: Path | None,
@@ -60,7 +65,7 @@ def node(
     \b
     Examples:
       esnode bench node
-      esnode bench node --plan plan.toml --trace trace.json      then open it at https://ui.perfetto.dev
+      esnode bench node --plan plan.toml --trace trace.json
     """
     from esnode import bench as measuring
     from esnode.daemon import limit_threads
@@ -72,7 +77,9 @@ def node(
 
     chosen = measuring.read_plan(plan, task, model)
     load = partial(
-        engine_loader(engine), wish=Wish(master or "auto", tp=tp or 0), report=_ignore if as_json else _say
+        engine_loader(engine or "transformers"),
+        wish=Wish(master or "auto", tp=tp or 0),
+        report=_ignore if as_json else _say,
     )
     found = measuring.measure(chosen, load, members, threads=threads, code=code)
     if trace is not None:

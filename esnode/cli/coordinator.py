@@ -6,10 +6,17 @@ from pathlib import Path
 
 import click
 
+from esnode.cli import options
+
 
 @click.group()
 def coordinator() -> None:
-    """Serve a run to nodes on other machines. `esnode run` does all of this by itself on one machine."""
+    """Serve a run to nodes on other machines. `esnode run` does all of this by itself on one machine.
+
+    \b
+    Example:
+      esnode coordinator serve plan.toml --bind tcp://0.0.0.0:5555 --data runs/mine
+    """
 
 
 @coordinator.command(short_help="Print this user's public signing key.")
@@ -53,9 +60,7 @@ def key() -> None:
     type=click.Path(path_type=Path, dir_okay=False),
     help="The task's data, when PLAN is a lock [default: task.jsonl beside it].",
 )
-@click.option(
-    "--code", type=click.Path(path_type=Path, file_okay=False), help="Folder of a python: task's file."
-)
+@options.code
 @click.option(
     "--allow",
     multiple=True,

@@ -10,32 +10,43 @@ from typing import Any
 
 import click
 
-from esnode.cli.ledger import BASE, ROUND, THREADS, told
+from esnode.cli import options
+from esnode.cli.ledger import BASE, ROUND, told
 
 
 @click.command()
 @click.argument("what", metavar="MODEL|LEDGER")
 @click.option("--task", metavar="T", help="What to measure [default: the ledger's own task].")
-@click.option("--split", type=click.Choice(["heldout", "train"]), default="heldout", show_default=True)
 @click.option(
-    "--samples", type=click.IntRange(min=0), default=0, metavar="N", help="Sampled answers per prompt."
+    "--split", type=click.Choice(["heldout", "train"]), default="heldout", show_default=True, help="Prompts."
+)
+@click.option(
+    "--samples",
+    type=click.IntRange(min=0),
+    default=0,
+    metavar="N",
+    help="Sampled answers per prompt [default: 0].",
 )
 @click.option("--temperature", type=float, default=1.0, show_default=True, help="Of the sampled answers.")
 @click.option("--top-p", type=float, default=1.0, show_default=True, help="Nucleus of the sampled answers.")
-@click.option("--max-new-tokens", type=click.IntRange(min=0), default=0, help="0: the task's own limit.")
+@click.option(
+    "--max-new-tokens", type=click.IntRange(min=0), default=0, help="Longest answer [default: the task's]."
+)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the sampling.")
 @click.option(
     "--option", "-o", "pairs", multiple=True, metavar="KEY=VALUE", help="A task option, as in [run.options]."
 )
 @click.option(
-    "--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), default="bfloat16", help="Of a MODEL."
+    "--dtype",
+    type=click.Choice(["bfloat16", "float16", "float32"]),
+    default="bfloat16",
+    show_default=True,
+    help="Of a MODEL.",
 )
-@click.option(
-    "--code", type=click.Path(path_type=Path, file_okay=False), help="Folder of a python: task's file."
-)
+@options.code
 @BASE
 @ROUND
-@THREADS
+@options.threads
 @click.option("--json", "as_json", is_flag=True, help="Print the report, per-prompt results too, as JSON.")
 def evaluate(
     what: str,
@@ -72,16 +83,16 @@ def evaluate(
     from esnode import evaluate as measuring
 
     settings = measuring.Settings(split, samples, temperature, top_p, max_new_tokens, seed)
-    options = dict(map(parse_option, pairs))
+    chosen = dict(map(parse_option, pairs))
     with told() as tell:
         if measuring.is_ledger(what):
             subject = measuring.open_ledger(
-                what, task, options, round=round_, base=base, threads=threads, code=code, tell=tell
+                what, task, chosen, round=round_, base=base, threads=threads, code=code, tell=tell
             )
         else:
             _refuse_ledger_options(task, base, round_)
             subject = measuring.open_model(
-                what, task or "", options, live_dtype=dtype, threads=threads, code=code, tell=tell
+                what, task or "", chosen, live_dtype=dtype, threads=threads, code=code, tell=tell
             )
         try:
             report = subject.measure(settings, tell)

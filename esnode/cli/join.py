@@ -7,7 +7,13 @@ from pathlib import Path
 
 import click
 
-from esnode.cli import engineoptions
+from esnode.cli import options
+
+_DATA = click.option(
+    "--data",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Where joined runs are kept [default: ~/.local/share/esnode].",
+)
 
 
 @click.command()
@@ -16,20 +22,20 @@ from esnode.cli import engineoptions
     "--model", metavar="MODEL", help="Base model: folder, .gguf file or hub id [default: the run's]."
 )
 @click.option("--name", help="This node's name [default: the machine's].")
-@engineoptions.threads
-@engineoptions.engine
-@engineoptions.tp
-@engineoptions.master
-@engineoptions.backend
-@engineoptions.gpus
-@engineoptions.engines_per_gpu
-@engineoptions.lanes
+@options.threads
+@options.engine
+@options.tp
+@options.master
+@options.backend
+@options.gpus
+@options.engines_per_gpu
+@options.lanes
 @click.option(
     "--task-code",
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
     help="Code of a python: task.",
 )
-@click.option("--data", type=click.Path(path_type=Path, file_okay=False), help="Where joined runs are kept.")
+@_DATA
 @click.option("--run", "run_", metavar="RUNID", help="A run joined before, by the beginning of its id.")
 @click.option(
     "--peer-port",
@@ -80,7 +86,7 @@ def join(
     from esnode.nodeoptions import cores
 
     daemon.limit_threads(threads or cores())
-    words = engineoptions.words(gpus, lanes, tp, engines_per_gpu, passed)
+    words = options.words(gpus, lanes, tp, engines_per_gpu, passed)
     request = joining.Request(
         invite=_text(invite), run=run_, data=data, name=name, model=model, task_code=task_code
     )
@@ -107,9 +113,6 @@ def _text(words: tuple[str, ...]) -> str | None:
 
 
 _RUN = click.option("--run", "run_", metavar="RUNID", help="Only this run, by the beginning of its id.")
-_DATA = click.option(
-    "--data", type=click.Path(path_type=Path, file_okay=False), help="Where joined runs are kept."
-)
 
 
 @click.command()

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from esnode.cli import options
+
 if TYPE_CHECKING:
     from esnode.tell import Tell
 
@@ -26,9 +28,6 @@ ROUND = click.option(
     metavar="N",
     help="Weights after N rounds [default: all].",
 )
-THREADS = click.option(
-    "--threads", type=click.IntRange(min=1), metavar="T", help="CPU threads [default: all]."
-)
 
 
 def told() -> AbstractContextManager[Tell]:
@@ -43,7 +42,7 @@ def told() -> AbstractContextManager[Tell]:
 @click.command()
 @LEDGER
 @BASE
-@THREADS
+@options.threads
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def verify(ledger: Path, base: str | None, threads: int | None, as_json: bool) -> None:
     """Rebuild the weights from the base model and LEDGER and compare every recorded digest.
@@ -106,7 +105,7 @@ def show(ledger: Path, as_json: bool, to: Path | None) -> None:
 @LEDGER
 @BASE
 @ROUND
-@THREADS
+@options.threads
 @click.option(
     "--to", required=True, type=click.Path(path_type=Path), help="Folder to write; must not exist yet."
 )
@@ -138,9 +137,7 @@ def export(ledger: Path, base: str | None, round_: int | None, threads: int | No
 @click.option(
     "--out", type=click.Path(path_type=Path), help="Folder of the new run [default: runs/NAME-fork-N]."
 )
-@click.option(
-    "--code", type=click.Path(path_type=Path, file_okay=False), help="Folder of a python: task's file."
-)
+@options.code
 @BASE
 def fork(
     ledger: Path, round_: int | None, plan: Path, out: Path | None, code: Path | None, base: str | None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from esnode.cli import engineoptions
+from esnode.cli import options
 
 
 @click.command()
@@ -18,19 +18,15 @@ from esnode.cli import engineoptions
 @click.option(
     "--name", default=platform.node(), show_default="host name", help="This node's name in the folder."
 )
-@engineoptions.threads
-@engineoptions.engine
-@engineoptions.tp
-@engineoptions.master
-@engineoptions.backend
+@options.threads
+@options.engine
+@options.tp
+@options.master
+@options.backend
 @click.option(
     "--model", metavar="MODEL", help="Base model: folder, .gguf file or hub id [default: the plan's]."
 )
-@click.option(
-    "--code",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Folder a python: task's code may come from.",
-)
+@options.code
 @click.option(
     "--coordinator", multiple=True, metavar="ADDRESS", help="Where it listens [default: as the folder says]."
 )
@@ -51,9 +47,9 @@ from esnode.cli import engineoptions
     type=click.Choice(["auto", "replay", "snapshot"]),
     help="How to get to the run's round [default: what is quicker].",
 )
-@engineoptions.gpus
-@engineoptions.engines_per_gpu
-@engineoptions.lanes
+@options.gpus
+@options.engines_per_gpu
+@options.lanes
 @click.option("--loader", hidden=True, help="MODULE:FUNCTION that builds the engine.")
 def node(
     run_: Path,
@@ -62,7 +58,7 @@ def node(
     engines_per_gpu: int,
     lanes: int | None,
     tp: int | None,
-    **options: object,
+    **passed: object,
 ) -> None:
     """Evaluate members for the run in the folder --run, until it ends.
 
@@ -78,7 +74,7 @@ def node(
     departure.at_once()
     from esnode import daemon
 
-    words = ["--run", str(run_), *engineoptions.words(gpus, lanes, tp, engines_per_gpu, options)]
+    words = ["--run", str(run_), *options.words(gpus, lanes, tp, engines_per_gpu, passed)]
     for address in coordinator:
         words += ["--coordinator", address]
     sys.exit(daemon.main(words))

@@ -33,7 +33,12 @@ class Duration(click.ParamType):
 @click.command()
 @FOLDER
 @click.option(
-    "--expires", type=Duration(), default="24h", show_default=True, metavar="TIME", help="How long it lasts."
+    "--expires",
+    type=Duration(),
+    default="24h",
+    show_default=True,
+    metavar="TIME",
+    help="How long it lasts: 90s, 30m, 24h, 7d.",
 )
 @click.option(
     "--uses",
@@ -132,7 +137,12 @@ def allow(folder: Path, key: str, name: str) -> None:
 @nodes.command(short_help="Put a node out, or withdraw an invite.")
 @FOLDER
 @click.argument("node")
-@click.option("--reason", default="", metavar="TEXT", help="Told to the node and kept in the journal.")
+@click.option(
+    "--reason",
+    default="",
+    metavar="TEXT",
+    help="Told to the node and kept in the journal [default: by the operator of HOST].",
+)
 def revoke(folder: Path, node: str, reason: str) -> None:
     """Put NODE (its name, or 8 or more digits of its key) out of the run in FOLDER; or withdraw invite-N.
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from esnode.cli import options
 from esnode.template import DEFAULT_TASK
 
 FILE = click.argument("file", type=click.Path(path_type=Path))
@@ -24,8 +25,20 @@ def plan() -> None:
 
 
 @plan.command(short_help="Write a commented plan to stdout.")
-@click.option("--task", default=DEFAULT_TASK, show_default=True, metavar="T", help="countdown, gym:NAME, ...")
-@click.option("--model", default="demo", show_default=True, metavar="M", help="Folder, .gguf file or hub id.")
+@click.option(
+    "--task",
+    default=DEFAULT_TASK,
+    show_default=True,
+    metavar="T",
+    help="What to train on: countdown, gym:NAME, ...",
+)
+@click.option(
+    "--model",
+    default="demo",
+    show_default=True,
+    metavar="M",
+    help="What to train: a folder, a .gguf file or a hub id.",
+)
 def new(task: str, model: str) -> None:
     """Write a commented plan to stdout; it runs as it is.
 
@@ -70,9 +83,7 @@ def show(file: Path, as_json: bool) -> None:
     metavar="PATH",
     help="Where the task's data goes [default: nowhere].",
 )
-@click.option(
-    "--code", type=click.Path(path_type=Path, file_okay=False), help="Folder of a python: task's file."
-)
+@options.code
 def lock(file: Path, out: Path, data: Path | None, code: Path | None) -> None:
     """Resolve the plan FILE into the lock that defines a run, and print the run id.
 

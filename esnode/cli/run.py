@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from esnode.cli import engineoptions
+from esnode.cli import options
 
 
 @click.command()
@@ -22,20 +22,18 @@ from esnode.cli import engineoptions
 @click.option(
     "--threads", type=click.IntRange(min=1), help="CPU threads per node [default: 1; all cores with GPUs]."
 )
-@engineoptions.engine
-@engineoptions.gpus
-@engineoptions.tp
-@engineoptions.engines_per_gpu
-@engineoptions.lanes
-@engineoptions.master
-@engineoptions.backend
+@options.engine
+@options.gpus
+@options.tp
+@options.engines_per_gpu
+@options.lanes
+@options.master
+@options.backend
 @click.option("--rounds", type=click.IntRange(min=1), metavar="R", help="Rounds, instead of the plan's.")
 @click.option(
     "--out", type=click.Path(path_type=Path, file_okay=False), help="Run folder [default: runs/TASK-TIME]."
 )
-@click.option(
-    "--code", type=click.Path(path_type=Path, file_okay=False), help="Folder of a python: task's file."
-)
+@options.code
 @click.option("--resume", is_flag=True, help="Continue the run in --out, or the newest one under runs/.")
 def run(
     plan: Path | None,
@@ -91,7 +89,7 @@ def run(
         threads=threads or (max(1, cores() // len(shares)) if on_gpus else 1),
         code=code,
         lanes=shares,
-        node_words=tuple(engineoptions.typed({"tp": tp, **passed})),
-        typed=tuple(engineoptions.typed({**typed, **passed})),
+        node_words=tuple(options.typed({"tp": tp, **passed})),
+        typed=tuple(options.typed({**typed, **passed})),
     )
     sys.exit(start(request, Console()))

@@ -1,13 +1,20 @@
-"""Options of the commands that start engines, each written once, and how they reach the daemon.
+"""Options that several commands have, each written once; how those of an engine reach the daemon.
 
-Called by the commands run, join, node and bench node, as decorators.
+Called by the commands, as decorators.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import click
+
+code = click.option(
+    "--code",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder that a python: task's file may come from.",
+)
 
 threads = click.option(
     "--threads", type=click.IntRange(min=1), metavar="T", help="CPU threads [default: all]."
