@@ -22,7 +22,7 @@ from esnode.engines.vllm_start import VllmUnavailable
 
 installed = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 QUICK = ["llama"]
-MORE = ["qwen2", "qwen3", "mistral", "gemma", "gemma2", "phi3", "olmo2"]
+MORE = ["qwen2", "qwen3", "mistral", "gemma", "gemma2", "phi", "phi3", "olmo", "olmo2"]
 KINDS = [*QUICK, *(pytest.param(kind, marks=pytest.mark.slow) for kind in MORE)]
 
 
@@ -76,6 +76,15 @@ def test_two_ranks_hold_and_answer_what_one_does(kind: str, rounds: int, tmp_pat
     assert sums_moved[0][0] == sums_moved[1][0]
     assert sums[0] == pytest.approx(sums[1], abs=1e-3)  # two halves are added in another order
     assert two == one
+
+
+@installed
+def test_memory_that_one_rank_lacks_ends_all_of_them_soon(tmp_path: Path) -> None:
+    """The other rank waits for it in a collective, where only its end can reach it."""
+    found = check("llama", "failing2", tmp_path)
+    assert all("rank 1 of the vLLM engine ran out of memory" in words for words in found["said"])
+    assert len(found["said"]) == 2 and not found["left"]
+    assert found["seconds"] < 100
 
 
 @installed

@@ -1,4 +1,4 @@
-"""One architecture on vLLM beside transformers, in a process of its own: `python -m tests.vllm_check llama`.
+"""One architecture on vLLM beside transformers: `python -m tests.vllm_check llama compare`.
 
 Prints one line of JSON: whether tokens and likelihoods of both engines agree (in float32), before and after a
 perturbation; whether a perturbed model written to disk and loaded afresh by vLLM answers (in bf16) what the
@@ -12,8 +12,11 @@ import json
 import math
 import os
 import signal
+import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +46,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "gemma": WIDE | {"num_key_value_heads": 1},
     "gemma2": WIDE | {"sliding_window": 64},
     "phi3": WIDE,
+    "phi": WIDE | {"num_key_value_heads": 4, "partial_rotary_factor": 0.5},
+    "olmo": WIDE,
     "olmo2": WIDE,
     "llama-one": WIDE | {"kind": "llama", "num_key_value_heads": 1, "tie_word_embeddings": False},
     "eight": WIDE | {"kind": "llama", "num_attention_heads": 8, "num_key_value_heads": 8},
@@ -52,6 +57,7 @@ SEED, SIGMA = 77, 2.0**-6
 PROMPTS = [[5 + k, 6, 7, 8, 9 + 3 * k, 11, 13][: 3 + k % 4] for k in range(6)]
 TARGETS = [prompt[::-1] for prompt in PROMPTS]
 SAMPLING = Sampling(10, (tiny.END,))
+LOADERS: dict[str, Callable[..., Any]] = {"transformers": transformers_engine.load, "vllm": vllm_engine.load}
 
 
 def answers(engine: Any) -> tuple[Any, list[float]]:
@@ -60,23 +66,35 @@ def answers(engine: Any) -> tuple[Any, list[float]]:
     return tokens, engine.loglik(PROMPTS, TARGETS)
 
 
-def beside_transformers(folder: Path) -> dict[str, Any]:
-    """Both engines in float32, and D of both after the rounds of a ledger."""
-    lock = tiny.lock(folder, live_dtype="float32")
-    theirs = transformers_engine.load(lock, folder)  # first: vLLM changes some of transformers' classes
-    ours = vllm_engine.load(lock, folder)
-    found: dict[str, Any] = {"tokens": [], "distance": 0.0}
-    for _ in range(2):
-        (tokens, sums), (expected, sums_there) = answers(ours), answers(theirs)
-        found["tokens"].append(tokens == expected)
-        found["distance"] = max(
-            found["distance"], *(abs(a - b) for a, b in zip(sums, sums_there, strict=True))
-        )
-        for engine in (ours, theirs):
-            engine.perturb(SEED, SIGMA, -1)
-    chain, _ = tiny.chain(lock, folder, 3)
-    found["digests"] = ours.apply(chain.entries) == theirs.apply(chain.entries)
-    return found
+def beside_transformers(kind: str, place: str) -> dict[str, Any]:
+    """Both engines in float32, each in a process of its own: vLLM changes some of transformers' classes."""
+    command = [sys.executable, "-m", "tests.vllm_check", kind]
+    told = [
+        subprocess.run([*command, name, place], stdout=subprocess.PIPE, check=True).stdout
+        for name in ("transformers", "vllm")
+    ]
+    theirs, ours = (json.loads(words.splitlines()[-1]) for words in told)
+    pairs = [
+        pair for their, our in zip(theirs["sums"], ours["sums"], strict=True) for pair in zip(their, our)
+    ]
+    return {
+        "tokens": [a == b for a, b in zip(theirs["tokens"], ours["tokens"], strict=True)],
+        "distance": max(abs(a - b) for a, b in pairs),
+        "digests": theirs["digests"] == ours["digests"],
+    }
+
+
+def by_itself(engine: Any, folder: Path) -> dict[str, Any]:
+    """What one engine answers, of the base and of a member, and D after each of three rounds of a ledger."""
+    found: dict[str, Any] = {"tokens": [], "sums": []}
+    for sign in (0, -1):
+        if sign:
+            engine.perturb(SEED, SIGMA, sign)
+        tokens, sums = answers(engine)
+        found["tokens"].append(tokens)
+        found["sums"].append(sums)
+    chain, _ = tiny.chain(engine.lock, folder, 3)
+    return found | {"digests": engine.apply(chain.entries)}
 
 
 def in_place(folder: Path, perturbed: Path) -> tuple[Any, list[float]]:
@@ -168,6 +186,29 @@ def ranked(folder: Path, ranks: int, rounds: int) -> dict[str, Any]:
     return found
 
 
+def failing(folder: Path, ranks: int) -> dict[str, Any]:
+    """What becomes of an engine whose last rank runs out of memory while the others wait in a collective."""
+    engine = vllm_engine.load(tiny.lock(folder), folder, threads=1, wish=Wish(tp=ranks))
+
+    def arm(worker: Any) -> None:
+        def allocate(module: Any, arguments: Any) -> None:
+            raise MemoryError("out of memory")
+
+        if worker.rank == worker.parallel_config.world_size - 1:
+            worker.model_runner.model.register_forward_pre_hook(allocate)
+
+    engine._ranks.call(arm)
+    said, began = [], time.monotonic()
+    for work in (lambda: answers(engine), engine.restore):
+        try:
+            work()
+        except EngineEnded as error:
+            said.append(str(error))
+    core = engine._engine.engine_core.engine_core  # type: ignore[attr-defined]
+    left = [worker.proc.is_alive() for worker in core.model_executor.workers]
+    return {"said": said, "seconds": time.monotonic() - began, "left": sum(left)}
+
+
 def _ended(engine: VllmEngine) -> str:
     """What the engine says once one of its processes was killed in the middle of a unit."""
     asked = 0
@@ -197,19 +238,26 @@ def refused(folder: Path, ranks: int) -> str:
 
 
 def main(kind: str, what: str, place: str) -> None:
-    """`what`: compare | perturb | fresh | bad | tpN:ROUNDS | refusedN; `place`: a folder shared by them."""
+    """`what`: compare (runs the two after it) | transformers | vllm | perturb | fresh | bad | tpN:ROUNDS |
+    failingN | refusedN; `place`: a folder shared by them.
+    """
     torch.set_num_threads(1)
     folder, perturbed = Path(place) / kind, Path(place) / f"{kind}-perturbed"
     if not folder.exists():
         fields = dict(KINDS[kind])
         tiny.write_model(folder, AutoConfig.for_model(fields.pop("kind", kind), **fields))
     if what == "compare":
-        found: Any = beside_transformers(folder)
+        found: Any = beside_transformers(kind, place)
+    elif what in LOADERS:
+        lock = tiny.lock(folder, live_dtype="float32")
+        found = by_itself(LOADERS[what](lock, folder, threads=1), folder)
     elif what == "perturb":
         found = in_place(folder, perturbed)
     elif what.startswith("tp"):  # tp2:50, ranks and rounds
         ranks, rounds = what[2:].split(":")
         found = ranked(folder, int(ranks), int(rounds))
+    elif what.startswith("failing"):
+        found = failing(folder, int(what[7:]))
     elif what.startswith("refused"):
         found = refused(folder, int(what[7:]))
     elif what == "bad":

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -260,7 +260,7 @@ def load(
     host = placement.open_master(lock, plan, device, wish)
     kernels = placement.pick(device, backend, host)
     model = _model_of(engine)
-    through = partial(_through_loader, engine, model)
+    through = partial(vllm_start.through_loader, engine.vllm_config, model)
     views = slicemap.probe(model, folder, specs, through, live)
     replica = Replica(model, views, lock, folder, kernels, device=device, host=host)
     require_base(lock, replica, folder)
@@ -281,14 +281,6 @@ def _ranks(lock: Lock, folder: Path, kind: str, plan: MemoryPlan, wish: Wish) ->
     if len(gpus) < 2 or wish.attach is not None or wish.sharing > 1:
         return 1
     return cutting.default(config, plan, [memory.available(f"cuda:{k}") for k in gpus])
-
-
-def _through_loader(engine: LLMEngine, model: nn.Module, items: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """Stored tensors by name into the parameters, the way vLLM itself loads a checkpoint."""
-    from vllm.config import set_current_vllm_config
-
-    with set_current_vllm_config(engine.vllm_config):
-        model.load_weights(items)  # type: ignore[operator]
 
 
 def _model_of(engine: LLMEngine) -> nn.Module:

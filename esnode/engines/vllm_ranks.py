@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from esnode import manifest, shardmap, shards
 from esnode.engines.interface import EngineEnded
+from esnode.engines.vllm_start import EXIT_FAULT, EXIT_MEMORY
 from esnode.replay import DamagedMaster, fold
 from esnode.shards import window
 from esnode.state import DTYPES, U64, require_parent
@@ -65,23 +66,28 @@ class Ranks:
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
         self._turns = Turns()
+        self._several = engine.vllm_config.parallel_config.world_size > 1
+        self._ended = ""
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """Nobody else calls the engine meanwhile. EngineEnded when a rank's process is gone."""
+        """Nobody else calls the engine meanwhile.
+
+        With several ranks any failure is an EngineEnded: one of them has ended itself, or waits for another.
+        """
         with self._turns:
+            if self._ended:
+                raise EngineEnded(self._ended)
             try:
                 yield
             except Exception as error:
-                if self._ended():
-                    raise EngineEnded(
-                        "a process of the vLLM engine ended by itself (out of memory, or killed): this "
-                        "engine cannot go on and has to be started again"
-                    ) from error
-                raise
+                if not self._several:
+                    raise
+                self._ended = self._end()
+                raise EngineEnded(self._ended) from error
 
     def call(self, method: str | Callable[..., Any], *arguments: Any) -> list[Any]:
-        """What a method of all workers returns, in rank order. RuntimeError for what one raised."""
+        """What a method of all workers returns, in rank order."""
         with self.turn():
             found: list[Any] = self._engine.collective_rpc(method, args=arguments)
             return found
@@ -95,9 +101,18 @@ class Ranks:
         with self._turns:
             self._engine.engine_core.shutdown()
 
-    def _ended(self) -> bool:
-        core = getattr(self._engine.engine_core, "engine_core", None)
-        return bool(getattr(getattr(core, "model_executor", None), "is_failed", False))
+    def _end(self) -> str:
+        """End what is left of the workers, in bounded time; what became of them, as a sentence."""
+        workers = [worker.proc for worker in self._engine.engine_core.engine_core.model_executor.workers]  # type: ignore[attr-defined]
+        self._engine.engine_core.shutdown()
+        codes = [process.exitcode for process in workers]
+        if EXIT_MEMORY in codes:
+            what = f"rank {codes.index(EXIT_MEMORY)} of the vLLM engine ran out of memory"
+        elif EXIT_FAULT in codes:
+            what = f"rank {codes.index(EXIT_FAULT)} of the vLLM engine failed, its traceback is in the log"
+        else:
+            what = "a process of the vLLM engine ended by itself or did not answer (killed, out of memory)"
+        return f"{what}: this engine cannot go on and has to be started again"
 
 
 class RankedReplica:
@@ -126,7 +141,7 @@ class RankedReplica:
             )
 
     def _ask(self, method: str, *arguments: Any) -> list[Any]:
-        """The ranks' answers. DamagedMaster or RankRefused when one of them says so."""
+        """The ranks' answers. DamagedMaster, RankRefused or RuntimeError when one of them says so."""
         answers = self._call(method, *arguments)
         damaged = [name for kind, value in answers if kind == "damaged" for name in value]
         if damaged:
@@ -134,6 +149,8 @@ class RankedReplica:
         for kind, value in answers:
             if kind == "refused":
                 raise RankRefused(value)
+            if kind == "failed":
+                raise RuntimeError(value)
         return [value for _, value in answers]
 
     # ------------------------------------------------------------ D

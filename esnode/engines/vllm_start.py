@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 SUPPORTED = ("0.32",)  # releases this was tried with
 MOST_SEQUENCES = 256  # decoded at once
 MOST_BATCHED_TOKENS = 4096  # of one step, so that every machine of a kind cuts prompts alike
+EXIT_FAULT, EXIT_MEMORY = 70, 71  # of a rank's process that failed in a step, there for want of memory
 _STALE = 86400.0  # seconds after which no start can still need its meeting point
 CACHE_BYTES = {"cpu": 2 << 30, "cuda": 8 << 30}  # for keys and values
 
@@ -151,6 +152,22 @@ def read_plain_weights() -> None:
             packed(layer, remove_weight)
 
     utils.dispatch_cpu_unquantized_gemm = dispatch
+
+
+def through_loader(config: Any, model: nn.Module, items: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """Stored tensors by name into the parameters, the way vLLM itself loads a checkpoint.
+
+    Memory that held a parameter holds it afterwards too: some loaders replace the bias of an output layer.
+    """
+    from vllm.config import set_current_vllm_config
+
+    before = {name: parameter.data for name, parameter in model.named_parameters()}
+    with set_current_vllm_config(config):
+        model.load_weights(items)  # type: ignore[operator]
+    for name, parameter in model.named_parameters():
+        held = before.get(name)
+        if held is not None and held.data_ptr() != parameter.data_ptr():
+            parameter.data = held.copy_(parameter.data)
 
 
 @contextlib.contextmanager

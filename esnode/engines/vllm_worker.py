@@ -8,7 +8,10 @@ process calls in through `vllm_ranks.py`; both ends are processes of one node, n
 from __future__ import annotations
 
 import hashlib
+import os
 import signal
+import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -16,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.config import set_current_vllm_config
 from vllm.platforms import current_platform
 
 from esnode import kernels as kernel_registry
 from esnode import leash, manifest, placement, shardmap
-from esnode.engines.vllm_start import read_plain_weights
+from esnode.engines.shortage import is_shortage
+from esnode.engines.vllm_start import EXIT_FAULT, EXIT_MEMORY, read_plain_weights, through_loader
 from esnode.hostmaster import HostMaster, Layout
 from esnode.kernels.interface import Region
 from esnode.parts import master_of
@@ -43,7 +46,9 @@ class RankWorker:
     """What vLLM's worker class inherits: one method, whose name no version of vLLM has."""
 
     def esnode_rank(self, method: str, *arguments: Any) -> tuple[str, Any]:
-        """A method of this rank's `Rank`: ("done", result), ("damaged", tensors) or ("refused", sentence)."""
+        """A method of this rank's `Rank`: ("done", result), ("damaged", tensors), ("refused", sentence) or
+        ("failed", words).
+        """
         rank = self.__dict__.setdefault("_esnode_rank", None) or Rank(self)
         self.__dict__["_esnode_rank"] = rank
         try:
@@ -52,6 +57,22 @@ class RankWorker:
             return "damaged", error.tensors
         except UserError as error:
             return "refused", str(error)
+        except Exception as error:  # answered like the rest: else answers of other ranks stay in their queues
+            return "failed", f"{type(error).__name__}: {error}"
+
+
+def _deadly(step: Callable[..., Any]) -> Callable[..., Any]:
+    """The same step, but a failure ends this process: others wait for it in a collective, for good."""
+
+    def guarded(*arguments: Any, **options: Any) -> Any:
+        try:
+            return step(*arguments, **options)
+        except Exception as error:
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(EXIT_MEMORY if is_shortage(error) else EXIT_FAULT)
+
+    return guarded
 
 
 class Rank:
@@ -68,6 +89,8 @@ class Rank:
         self._worker = worker
         self._model = worker.model_runner.model
         self._device = str(worker.device)
+        for step in ("execute_model", "sample_tokens"):
+            setattr(worker, step, _deadly(getattr(worker, step)))
 
     # ------------------------------------------------------------ loading
 
@@ -98,8 +121,7 @@ class Rank:
         return kernels.name
 
     def _load(self, items: Iterator[tuple[str, torch.Tensor]]) -> None:
-        with set_current_vllm_config(self._worker.vllm_config):
-            self._model.load_weights(items)
+        through_loader(self._worker.vllm_config, self._model, items)
 
     def reloaded(self, seed: int, sigma: float, sign: int) -> list[str]:
         """Send this member through vLLM's loader, made of the base's whole tensors: parameters that change.
