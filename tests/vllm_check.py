@@ -74,9 +74,7 @@ def beside_transformers(kind: str, place: str) -> dict[str, Any]:
         for name in ("transformers", "vllm")
     ]
     theirs, ours = (json.loads(words.splitlines()[-1]) for words in told)
-    pairs = [
-        pair for their, our in zip(theirs["sums"], ours["sums"], strict=True) for pair in zip(their, our)
-    ]
+    pairs = list(zip(sum(theirs["sums"], []), sum(ours["sums"], []), strict=True))
     return {
         "tokens": [a == b for a, b in zip(theirs["tokens"], ours["tokens"], strict=True)],
         "distance": max(abs(a - b) for a, b in pairs),
