@@ -74,7 +74,7 @@ def beside_transformers(kind: str, place: str) -> dict[str, Any]:
         for name in ("transformers", "vllm")
     ]
     theirs, ours = (json.loads(words.splitlines()[-1]) for words in told)
-    pairs = list(zip(sum(theirs["sums"], []), sum(ours["sums"], []), strict=True))
+    pairs = zip(theirs["sums"], ours["sums"], strict=True)
     return {
         "tokens": [a == b for a, b in zip(theirs["tokens"], ours["tokens"], strict=True)],
         "distance": max(abs(a - b) for a, b in pairs),
@@ -90,7 +90,7 @@ def by_itself(engine: Any, folder: Path) -> dict[str, Any]:
             engine.perturb(SEED, SIGMA, sign)
         tokens, sums = answers(engine)
         found["tokens"].append(tokens)
-        found["sums"].append(sums)
+        found["sums"] += sums
     chain, _ = tiny.chain(engine.lock, folder, 3)
     return found | {"digests": engine.apply(chain.entries)}
 
