@@ -38,7 +38,14 @@ def observe(turn: Turn, key: bytes, commits: int, digest: int) -> None:
         if known is not None and known != digest:
             name = turn.nodes[key].name
             turn.count("digests that differ from the ledger")
-            turn.note("dispute", round=commits, node=name, what="differs", digest=digest, known=known)
+            turn.note(
+                "dispute",
+                round=commits,
+                node=name,
+                what="differs",
+                digest=f"{digest:016x}",
+                known=f"{known:016x}",
+            )
         return
     if (before := turn.proof.words.get(key, digest)) != digest:  # one of the two was wrong
         _blame(turn, key, commits, f"it said digest {before:016x} of one state and then another")
@@ -319,7 +326,7 @@ def _blame(turn: Turn, peer: bytes, commits: int, reason: str) -> None:
     turn.persist(record)
     turn.state = blame(turn.state, record)
     turn.count("faults")
-    name = turn.nodes[peer].name if peer in turn.nodes else peer.hex()
+    (name,) = standoff.names(turn, [peer])
     turn.note("dispute", round=commits, what="at fault", node=name, reason=reason)
     if peer not in turn.nodes:
         return

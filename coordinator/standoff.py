@@ -46,4 +46,4 @@ def stop_both(turn: Turn, dispute: Dispute, won: Sequence[int]) -> None:
 
 
 def names(turn: Turn, keys: Sequence[bytes]) -> list[str]:
-    return [turn.nodes[key].name if key in turn.nodes else key.hex()[:8] for key in keys[:4]]
+    return [turn.allowed.get(key, key.hex()[:8]) for key in keys[:4]]

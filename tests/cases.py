@@ -10,7 +10,7 @@ from collections.abc import Callable
 from coordinator.events import EntryAppended
 from protocol.entries import EntryKind, parse
 from protocol.messages import Enrolled
-from tests import people, rulers
+from tests import people, rogues, rulers
 from tests.actors import CrashPoint
 from tests.network import LOST
 from tests.world import World
@@ -180,6 +180,34 @@ def sybils_hide_commits() -> World:
     return world
 
 
+def false_replay() -> World:
+    """A machine's kernel errs in every replay: both sides are confirmed, the run stops and names them.
+
+    The operator takes the machine away and starts again.
+    """
+    world = World(seed=56, nodes=3, rounds=3)
+    rogues.insist(world, "node-1", 2.0)
+    world.run()
+    return world
+
+
+def silent_in_a_dispute() -> World:
+    """The node whose replica is wrong answers no question about it: it is sent away, the others go on."""
+    world = World(seed=57, nodes=3, rounds=3)
+    rogues.fall_silent(world, "node-1")
+    world.at(2.0, world.nodes["node-1"].miscompute)
+    world.run()
+    return world
+
+
+def word_taken_back() -> World:
+    """A node says another digest of a state it told long ago: the ledger has the right one, it is noted."""
+    world = World(seed=58, nodes=2, rounds=4)
+    rogues.recant(world, ["node-1"], 7.0)
+    world.run()
+    return world
+
+
 def reward_measured_again() -> World:
     """A node at fault loses its rewards of the open round: they are measured, and audited, again."""
     world = World(seed=52, nodes=2, rounds=3, ops={"audit_share": 1.0})
@@ -218,6 +246,9 @@ CASES: dict[str, Callable[[], World]] = {
         old_coordinator_returns,
         cloned_folder,
         sybils_hide_commits,
+        false_replay,
+        silent_in_a_dispute,
+        word_taken_back,
         reward_measured_again,
         paused_node,
     )

@@ -1,8 +1,9 @@
 """Random kill -9, SIGSTOP, SIGTERM and restarts of a coordinator and four nodes, all real processes.
 
-With `--netns` each lives in a network namespace of its own behind 10 Mbit/s, and links are cut too; with
-`--tiny` the engine is a real (tiny) language model. `python -m tests.chaos --minutes 30 --seed 1` tells the
-story as it happens and ends with a verdict and the line that repeats it.
+Two of the nodes have two engine processes (lanes) each, which are killed and stopped too: their node must go
+on. With `--netns` each process lives in a network namespace of its own behind 10 Mbit/s, and links are cut;
+with `--tiny` the engine is a real (tiny) language model. `python -m tests.chaos --minutes 30 --seed 1` tells
+the story as it happens and ends with a verdict and the line that repeats it.
 
 The schedule is drawn from the seed before anything starts. The supervisor here does what systemd would: it
 starts again what was hit. Whatever else ends by itself before the run does is a violation, for it would need
@@ -13,11 +14,14 @@ computed in this process.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
+import os
 import random
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -44,6 +48,9 @@ HEAL = 90.0  # seconds in which the run must end once nothing is disturbed any m
 LOOK = 0.05
 STATUS_EVERY = 5.0
 DEED_WORDS = {"kill": "kill -9", "pause": "SIGSTOP", "terminate": "SIGTERM", "cut": "cut off"}
+LANED = ("n1", "n2")  # nodes with two engine processes
+LANES = ("--lane", "cpu", "--lane", "cpu")
+LANE_DEEDS = {"lane": signal.SIGKILL, "stall": signal.SIGSTOP}  # to one of those processes
 BLACKOUT = 0.04  # share of deeds that hit everybody at once
 
 
@@ -58,20 +65,30 @@ class Deed:
 
 
 def schedule(
-    seed: int, seconds: float, gap: float = 2.0, longest: float = 12.0, cuts: bool = False
+    seed: int,
+    seconds: float,
+    gap: float = 2.0,
+    longest: float = 12.0,
+    cuts: bool = False,
+    lanes: bool = False,
 ) -> list[Deed]:
     """The deeds of a seed in order of time: one every `gap` seconds on average, none on somebody who is down.
 
-    With `cuts` a third of them cut somebody's links. Most downtimes are short; one in six is long enough to
-    end leases (up to `longest`).
+    With `cuts` a third of them cut somebody's links, with `lanes` a third hit an engine process. Most
+    downtimes are short; one in six is long enough to end leases (up to `longest`).
     """
     chance = random.Random(f"chaos {seed}")
     free = dict.fromkeys(EVERYBODY, 0.0)
     deeds, at = [], 0.0
     while (at := at + chance.expovariate(1 / gap)) < seconds:
         down = chance.uniform(3, longest) if chance.random() < 1 / 6 else chance.uniform(0, 2)
-        what = chance.choice(("kill", "kill", "pause", "terminate", "cut", "cut")[: 6 if cuts else 4])
-        victims = EVERYBODY if chance.random() < BLACKOUT else (chance.choice(EVERYBODY),)
+        kinds = ("kill", "kill", "pause", "terminate")
+        kinds += ("cut", "cut") * cuts + ("lane", "stall") * lanes
+        what = chance.choice(kinds)
+        if what in LANE_DEEDS:
+            victims: Sequence[str] = (chance.choice(LANED),)
+        else:
+            victims = EVERYBODY if chance.random() < BLACKOUT else (chance.choice(EVERYBODY),)
         for victim in victims:
             if free[victim] <= at:
                 free[victim] = at + down + 0.5
@@ -96,6 +113,8 @@ class Play:
     _back: dict[str, float] = field(default_factory=dict)  # who is down, and until when
     _paused: set[str] = field(default_factory=set)
     _cut: set[str] = field(default_factory=set)
+    _stalled: list[tuple[float, int]] = field(default_factory=list)  # lanes that are stopped, until when
+    lanes_hit: int = 0
     _leaving: dict[str, float] = field(default_factory=dict)  # who was asked to end, and the patience for it
 
     def perform(self) -> list[str]:
@@ -133,6 +152,8 @@ class Play:
         name, process = deed.victim, self.processes.running[deed.victim]
         if name in self._back or process.poll() is not None:
             return  # still on its way from the last deed: this machine is slower than the schedule
+        if deed.what in LANE_DEEDS:
+            return self._hit_lane(deed, lane_pids(process))
         self._tell(f"{DEED_WORDS[deed.what]} {name}, back in {deed.down:.1f} s")
         self._back[name] = self._now + deed.down
         if deed.what == "kill":
@@ -148,8 +169,22 @@ class Play:
             self._leaving[name] = self._now + POLITE
             process.send_signal(signal.SIGTERM)
 
+    def _hit_lane(self, deed: Deed, pids: Sequence[int]) -> None:
+        """Kill or stop one engine process of a node that stays up; the node starts it again by itself."""
+        if not pids:
+            return  # they are being started
+        pid, how = pids[int(deed.at) % len(pids)], LANE_DEEDS[deed.what]
+        self._tell(f"{how.name} to lane {pid} of {deed.victim}")
+        self.lanes_hit += 1
+        _send(pid, how)
+        if how is signal.SIGSTOP:
+            self._stalled.append((self._now + deed.down, pid))
+
     def _supervise(self) -> None:
         """Bring back whose time has come; notice who ended unasked."""
+        for until, pid in [row for row in self._stalled if row[0] <= self._now]:
+            self._stalled.remove((until, pid))
+            _send(pid, signal.SIGCONT)
         for name in EVERYBODY:
             process = self.processes.running[name]
             if name in self._leaving:
@@ -209,7 +244,8 @@ class Play:
     def _heal(self) -> None:
         """Everybody back and at work, two more rounds, and the run has to end by itself."""
         self._tell("no more faults")
-        while self._back or self._leaving:
+        self._stalled = [(0.0, pid) for _, pid in self._stalled]
+        while self._back or self._leaving or self._stalled:
             self._back = dict.fromkeys(self._back, 0.0)
             self._supervise()
             time.sleep(LOOK)
@@ -234,6 +270,26 @@ class Play:
             time.sleep(LOOK)
         for name in sorted(waiting):
             self._violation(f"{name} still runs {self.heal_seconds:.0f} s after the last fault")
+
+
+def lane_pids(node: subprocess.Popen[bytes]) -> list[int]:
+    """The processes of a node's lanes, the oldest first."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                words = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if parent == node.pid and b"esnode.laneprocess" in words:
+                found.append(int(entry.name))
+    return sorted(found)
+
+
+def _send(pid: int, how: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it went with its node
+        os.kill(pid, how)
 
 
 def _standing(node: dict[str, Any]) -> str:
@@ -305,7 +361,10 @@ def toy(folder: Path, deeds: Sequence[Deed], seconds: float, say: Callable[[str]
     """A whole run of the toy engine under `deeds`; its violations are complete."""
     make_folder(folder, NODES, FOREVER, **_lock_of(seconds))
     with Processes(folder) as processes:
-        start: dict[str, Callable[[], Any]] = {name: lambda n=name: processes.node(n) for name in NODES}
+        words = {name: LANES if name in LANED else () for name in NODES}
+        start: dict[str, Callable[[], Any]] = {
+            name: lambda n=name: processes.node(n, *words[n]) for name in NODES
+        }
         start[COORDINATOR] = processes.coordinator
         play = Play(processes, start, list(deeds), seconds, say)
         play.perform()
@@ -383,10 +442,12 @@ def main() -> int:
     folder = arguments.keep or Path(tempfile.mkdtemp(prefix="chaos-"))
     seconds = 60 * arguments.minutes
     act = across_namespaces if arguments.netns else tiny_model if arguments.tiny else toy
-    deeds = schedule(arguments.seed, seconds, arguments.gap, cuts=arguments.netns)
+    lanes = act is toy
+    deeds = schedule(arguments.seed, seconds, arguments.gap, cuts=arguments.netns, lanes=lanes)
     play = act(folder, deeds, seconds, lambda line: print(line, flush=True))
     chain = ledger.read(folder / "run.ledger").chain
-    print(f"{len(deeds)} deeds, {chain.round} rounds, {chain.term} terms")
+    hit = f" ({play.lanes_hit} of them hit lanes)" * lanes
+    print(f"{len(deeds)} deeds{hit}, {chain.round} rounds, {chain.term} terms")
     print(f"no commit for {play.longest_wait:.0f} s at worst; final digest {chain.entries[-1].digest:016x}")
     print(
         "\n".join(play.violations) or "equal to the fault-free run in every reward and digest, 0 manual steps"

@@ -148,8 +148,10 @@ def _prompts(lock: Lock, round: int) -> tuple[int, ...]:
 class Replica:
     """One node's master."""
 
-    def __init__(self, lock: Lock) -> None:
+    def __init__(self, lock: Lock, errs: bytes | None = None) -> None:
+        """`errs`: the hash of the entry whose update comes out with a wrong bit."""
         self.lock = lock
+        self.errs = errs
         self.master = base()
         self.written = self.digest  # D of what was written last
 
@@ -182,6 +184,8 @@ class Replica:
                 a = noise.weighted_sum(step.seeds, step.c, KEY, 0, SIZE)
                 self.master = noise.update(self.master, a, step.shift)
                 self.written = self.digest
+                if entry.hash == self.errs:
+                    self.flip(5, 3, seen=False)
             digests.append(self.written)
         return tuple(digests)
 

@@ -55,7 +55,10 @@ class SimNode(Actor):
         self.larder = Larder(self)
         self.derived = self.replica  # what replay gave last
         self.wrong = False  # the next update is
-        self.insists = False  # what its replay gives is always what it holds
+        self.insists = False  # and it comes out the same in every replay
+        self.errs: bytes | None = None  # the hash of the entry at which it does
+        self.mute: tuple[type[Message], ...] = ()  # what it never says
+        self.ears: list[Callable[[Message], None]] = []  # who listens to all it says
         self.evaluations = 0
         self.lanes = 1
         self.frees = False  # whether a lane is free while its unit is being scored
@@ -98,7 +101,7 @@ class SimNode(Actor):
         return self.invite is not None and not self.disk.enrolled
 
     def _work(self) -> None:
-        self.replica = Replica(self.world.lock)
+        self.replica = Replica(self.world.lock, self.errs)
         self.state = node.new(self.world.lock, self._about())
         self.jobs, self.using = {}, set()
         self.step(started(self))
@@ -136,7 +139,7 @@ class SimNode(Actor):
         self.replica.flip(index, bit, seen=True)
 
     def miscompute(self) -> None:
-        """The next update of the master comes out with one wrong bit, and nothing here notices."""
+        """The next update comes out with one wrong bit, unnoticed here; who `insists` repeats it."""
         self.wrong = True
         self.world.checkers.faulty.add(self.name)
 
@@ -170,7 +173,9 @@ class SimNode(Actor):
     def _perform(self, effect: ne.Effect) -> None:
         world = self.world
         match effect:
-            case ne.Send(message):
+            case ne.Send(message) if not isinstance(message, self.mute):
+                for ear in self.ears:
+                    ear(message)
                 world.checkers.sent(message, None)
                 world.send(self.name, self.key, message)
             case ne.Evaluate(unit, sigma):
@@ -191,7 +196,7 @@ class SimNode(Actor):
                 self.larder.stop()
             case pe.Heal(entries):
                 self._still()
-                self.derived = Replica(world.lock)
+                self.derived = Replica(world.lock, self.errs)
                 self.derived.apply(entries)
                 self.later(0.1, self._overwrite)
             case pe.Mend():
@@ -234,11 +239,11 @@ class SimNode(Actor):
         self._still()
         if self.replica.damaged:
             return self.later(0.01, lambda: self.step(pe.Damaged(self.clock, None, (NAME,))))
-        digests = self.replica.apply(entries)
         if self.wrong:
             self.wrong = False
-            self.replica.flip(5, 3, seen=False)
-            digests = (*digests[:-1], self.replica.digest)
+            self.replica.errs = entries[-1].hash
+            self.errs = entries[-1].hash if self.insists else None
+        digests = self.replica.apply(entries)
         for entry, digest in zip(entries, digests, strict=True):
             self.world.checkers.replica(entry, digest, self.name)
         ms = int(self.world.apply_ms * len(entries))
@@ -247,7 +252,7 @@ class SimNode(Actor):
     def _rewind(self, entries: tuple[Entry, ...]) -> None:
         self._still()
         loaded = self.larder.load(entries)
-        height, self.replica = 0, Replica(self.world.lock)
+        height, self.replica = 0, Replica(self.world.lock, self.errs)
         if loaded is not None:
             height, file = loaded
             self.replica.write(file.master)
@@ -257,9 +262,9 @@ class SimNode(Actor):
     def _prove(self, entries: tuple[Entry, ...], pieces: tuple[int, ...]) -> None:
         """The master is one piece."""
         held = (self.replica.digest,)
-        self.derived = Replica(self.world.lock)
+        self.derived = Replica(self.world.lock, self.errs)
         self.derived.apply(entries)
-        derived = held if self.insists else (self.derived.digest,)
+        derived = (self.derived.digest,)
         self.later(0.3, lambda: self.step(pe.Proved(self.clock, pieces, held, derived)))
 
     def _overwrite(self) -> None:

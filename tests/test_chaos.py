@@ -17,7 +17,8 @@ from tests.runs import Processes, make_folder
 def story(act: Callable[..., chaos.Play], path: Path, seed: int, seconds: float, gap: float = 2.0) -> None:
     """Chaos of a seed; the story is the message of a failure."""
     lines: list[str] = []
-    deeds = chaos.schedule(seed, seconds, gap, cuts=act is chaos.across_namespaces)
+    cuts, lanes = act is chaos.across_namespaces, act is chaos.toy
+    deeds = chaos.schedule(seed, seconds, gap, cuts=cuts, lanes=lanes)
     play = act(path, deeds, seconds, lines.append)
     assert not play.violations, "\n".join([*lines, *play.violations])
 
@@ -27,6 +28,8 @@ def test_a_schedule_is_its_seeds() -> None:
     assert deeds == chaos.schedule(3, 600) != chaos.schedule(4, 600)
     assert {deed.victim for deed in deeds} == set(chaos.EVERYBODY)
     assert {deed.what for deed in deeds} == {"kill", "pause", "terminate"}
+    more = chaos.schedule(3, 600, lanes=True)
+    assert {deed.victim for deed in more if deed.what in chaos.LANE_DEEDS} == set(chaos.LANED)
     for one in chaos.EVERYBODY:
         mine = [deed for deed in deeds if deed.victim == one]
         assert all(a.at + a.down < b.at for a, b in itertools.pairwise(mine)), "nobody is hit twice"

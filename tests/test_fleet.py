@@ -18,24 +18,10 @@ from esnode import nodeoptions
 from esnode.fleet import Fleet
 from esnode.lanewire import Refused
 from protocol import ledger
+from tests.chaos import lane_pids
 from tests.runs import Processes, make_folder, toy_lock, wait_for
 
 LANES = ("--lane", "cpu", "--lane", "cpu", "--loader", "tests.odd_lane:toy")
-
-
-def lane_pids(node: subprocess.Popen[bytes]) -> list[int]:
-    """The processes of a node's lanes, the oldest first."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            try:
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                words = (entry / "cmdline").read_bytes()
-            except OSError:
-                continue
-            if parent == node.pid and b"esnode.laneprocess" in words:
-                found.append(int(entry.name))
-    return sorted(found)
 
 
 def single_lane(folder: Path, **changes: object) -> int:

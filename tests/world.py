@@ -69,6 +69,7 @@ class World:
         self.story: list[tuple[float, str, str, bool]] = []  # (when, who, words, fit for a transcript)
         self.notes: list[tuple[str, str, Mapping[str, Any]]] = []
         self.stops: list[tuple[str, str]] = []  # every process that ended by itself, and its last words
+        self.must: list[Callable[[], None]] = []  # what else has to hold after the run
         self.apply_ms = 20.0  # a node's time to apply one entry
         self.coming = 0  # starts that are scheduled
         self.gone: set[str] = set()  # nodes that go for good
@@ -307,6 +308,8 @@ class World:
                 self.checkers.orphans_named(name, [raw for _, raws in sim.disk.orphans for raw in raws])
             elif not (name in self.gone and sim.stopped) and self.checkers.over(sim.disk.raws):
                 self.checkers.told_apart(name, sim.key, self.stops)
+        for check in self.must:
+            check()
 
     # ------------------------------------------------------------ looking
 
