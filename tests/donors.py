@@ -21,6 +21,12 @@ from protocol.ledger import LedgerFile
 from tests.runs import ROOT, SIGNING_SEED, toy_lock, wait_for
 
 ROUND = 20
+HASTY = """
+import sys
+from esnode import receiver, transfer
+transfer.PATIENCE = 3.0
+sys.exit(receiver.main())
+"""  # a receiver that gives up sooner
 
 
 @dataclass
@@ -106,7 +112,11 @@ class Exchange:
         path.write_bytes(data)
 
     def start(self, name: str, module: str, *words: str) -> Child:
-        command = [*self.prefix, sys.executable, "-m", module, *words]
+        return self.run(name, "-m", module, *words)
+
+    def run(self, name: str, *words: str) -> Child:
+        """Start Python with these words."""
+        command = [*self.prefix, sys.executable, *words]
         environment = {**os.environ, **MALLOC, "PYTHONPATH": str(ROOT)}
         pipe = subprocess.PIPE
         with (self.path / f"{name}.stderr").open("ab") as log:
@@ -129,9 +139,12 @@ class Exchange:
         self.relay = {"address": address, "key": keys.curve_public(self.server).hex()}
         return child
 
-    def receive(self, donors: str, who: str = "j", spare: int = 0, home: str = "") -> Child:
+    def receive(
+        self, donors: str, who: str = "j", spare: int = 0, home: str = "", hasty: bool = False
+    ) -> Child:
         """Start the receiver of a node."""
-        child = self.start("receiver", "esnode.receiver", "--folder", str(self.node(who)))
+        program = ("-c", HASTY) if hasty else ("-m", "esnode.receiver")
+        child = self.run("receiver", *program, "--folder", str(self.node(who)))
         rows = [
             {"key": self.keys[n].hex(), "name": n, "addresses": self.addresses.get(n, ())} for n in donors
         ]

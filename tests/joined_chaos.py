@@ -115,7 +115,6 @@ class Joined(chaos.Play):
 
     machines: Machines
     recover_at: float
-    retries: int = 0
 
     def _supervise(self) -> None:
         kept = self.machines.ledgers()
@@ -131,7 +130,6 @@ class Joined(chaos.Play):
         said = self.processes.words(name).strip().splitlines()[-1:]
         if name == chaos.COORDINATOR or code != 1 or not said or "cannot be reached" not in said[0]:
             return super()._ended(name, code)
-        self.retries += 1
         self._back[name] = self._now + 1.0
 
 

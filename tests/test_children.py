@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,8 +14,8 @@ import pytest
 from esnode import folder
 from esnode.children import MAX_CRASHES, Child, ChildFailed, Children
 from esnode.folder import FolderError, RunFolder
+from tests.runs import ROOT, wait_for
 
-ROOT = Path(__file__).resolve().parent.parent
 PATIENCE = 20.0
 
 
@@ -35,14 +34,6 @@ def write(place: Path, name: str, text: str) -> None:
 def child(place: Path, module: str, *arguments: str) -> Child:
     path = os.pathsep.join([str(place), str(ROOT)])
     return Child("worker", module, arguments, place / "worker.log", {"PYTHONPATH": path})
-
-
-def until(condition: object, patience: float = PATIENCE) -> None:
-    """Wait for a condition; the deadline only guards against a hang."""
-    deadline = time.monotonic() + patience
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline, "nothing happened"
-        time.sleep(0.02)
 
 
 def gone(process: int) -> bool:
@@ -82,13 +73,13 @@ def test_children_and_grandchildren_die_with_a_killed_parent(modules: Path) -> N
     path = os.pathsep.join([str(modules), str(ROOT)])
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(modules), path], cwd=ROOT)
     try:
-        until((modules / "outer").exists)
+        wait_for((modules / "outer").exists)
         processes = [int((modules / name).read_text()) for name in ("outer", "inner")]
         assert not any(gone(process) for process in processes)
     finally:
         parent.kill()
         parent.wait()
-    until(lambda: all(gone(process) for process in processes))
+    wait_for(lambda: all(gone(process) for process in processes))
 
 
 def test_a_child_stops_when_asked(modules: Path, tmp_path: Path) -> None:
@@ -96,7 +87,7 @@ def test_a_child_stops_when_asked(modules: Path, tmp_path: Path) -> None:
     mark = tmp_path / "pid"
     children = Children()
     children.add(child(modules, "sleeper", str(mark)))
-    until(mark.exists)
+    wait_for(mark.exists)
     children.stop(grace=PATIENCE)
     assert children.all["worker"].code == -signal.SIGTERM
 
@@ -106,7 +97,7 @@ def test_a_deaf_child_is_killed(modules: Path, tmp_path: Path) -> None:
     mark = tmp_path / "pid"
     children = Children()
     children.add(child(modules, "deaf", str(mark)))
-    until(mark.exists)
+    wait_for(mark.exists)
     children.stop(grace=0.2)
     assert children.all["worker"].code == -signal.SIGKILL
 

@@ -89,7 +89,7 @@ def test_nobody_there_is_said_in_words(tmp_path: Path) -> None:
     with Exchange(tmp_path, size=50_000) as exchange:
         exchange.keep("a")
         exchange.addresses = {"a": ("tcp://127.0.0.1:9",)}
-        child = exchange.receive("a")
+        child = exchange.receive("a", hasty=True)
         reached = wait_for(lambda: child.said("reached"))
         assert reached[0][1:] == ["none", "nothing answers at tcp://127.0.0.1:9; there is no relay"]
         why = exchange.wait(child, 60)

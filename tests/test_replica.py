@@ -22,7 +22,6 @@ from protocol.lock import Lock, Parent
 from tests import tiny
 
 KINDS = ("llama", "qwen2", "mixtral")
-NUMPY = {"bfloat16": np.uint16, "float16": np.float16, "float32": np.float32}
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,7 @@ from esnode.begin import Request, RequestError
 from esnode.folder import RunFolder, busy
 from protocol import keys, ledger
 from tests import runs
+from tests.runs import wait_for
 
 ROOT = Path(__file__).resolve().parent.parent
 PATIENCE = 60.0
@@ -82,7 +83,7 @@ class Toy:
     def start_and_kill(self, entries: int) -> None:
         """Let the run write more than so many ledger entries, then kill everything."""
         process = self.start()
-        until(lambda: self.entries > entries, "a few entries")
+        wait_for(lambda: self.entries > entries, what="a few entries")
         self.kill_all(process)
 
     @property
@@ -108,13 +109,6 @@ class Toy:
             if b"esnode.leash" in words and wanted in words and role:
                 return int(entry.name)
         return 0
-
-
-def until(condition: object, what: str) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline, f"never happened: {what}"
-        time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +154,7 @@ def test_more_rounds_than_the_run_had_are_refused_once_it_ended(tmp_path: Path) 
 def test_fewer_or_more_rounds_while_it_lasts(tmp_path: Path) -> None:
     toy = Toy(tmp_path / "run")
     process = toy.start()
-    until(lambda: toy.entries > 5, "a few rounds")
+    wait_for(lambda: toy.entries > 5, what="a few rounds")
     text = toy.place.plan.read_text()
     toy.place.plan.write_text(text.replace(f"rounds = {ROUNDS}", f"rounds = {ROUNDS + 4}"))
     process.communicate(timeout=PATIENCE)
@@ -224,7 +218,7 @@ def test_the_command_that_continues_is_complete(tmp_path: Path) -> None:
 def test_killed_at_random_moments_it_resumes_to_the_same_bits(tmp_path: Path, unbroken: int) -> None:
     toy = Toy(tmp_path / "run")
     process = toy.start()
-    until(lambda: toy.entries > 6, "a few rounds")
+    wait_for(lambda: toy.entries > 6, what="a few rounds")
     process.kill()
     process.communicate()
     assert not ledger.read(toy.place.ledger).ended
@@ -245,7 +239,7 @@ def test_twenty_random_kills(tmp_path: Path, unbroken: int) -> None:
 def test_ctrl_c_keeps_everything(tmp_path: Path, unbroken: int, number: signal.Signals) -> None:
     toy = Toy(tmp_path / "run")
     process = toy.start()
-    until(lambda: toy.entries > 5, "a few rounds")
+    wait_for(lambda: toy.entries > 5, what="a few rounds")
     process.send_signal(number)
     printed, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130
@@ -288,7 +282,7 @@ def test_the_live_view_and_ctrl_c_in_a_terminal(tmp_path: Path, unbroken: int) -
 def test_ctrl_c_while_it_starts(tmp_path: Path, moment: float) -> None:
     toy = Toy(tmp_path / "run")
     process = toy.start()
-    until(toy.place.busy.exists, "the folder is taken")
+    wait_for(toy.place.busy.exists, what="the folder is taken")
     time.sleep(moment)
     process.send_signal(signal.SIGINT)
     printed, _ = process.communicate(timeout=PATIENCE)
@@ -302,7 +296,7 @@ def test_a_second_ctrl_c_after_the_goodbye_changes_nothing(tmp_path: Path) -> No
     toy = Toy(tmp_path / "run")
     process = toy.start()
     assert process.stdout is not None
-    until(lambda: toy.entries > 1, "training")
+    wait_for(lambda: toy.entries > 1, what="training")
     process.send_signal(signal.SIGINT)
     for line in process.stdout:
         if "--resume" in line:
@@ -315,7 +309,7 @@ def test_a_second_ctrl_c_after_the_goodbye_changes_nothing(tmp_path: Path) -> No
 def test_nodes_that_were_told_to_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     toy = Toy(tmp_path / "run", seconds=0.5)
     process = toy.start(nodes=1)
-    until(lambda: toy.entries > 2, "a node at work")
+    wait_for(lambda: toy.entries > 2, what="a node at work")
     os.kill(toy.pid("node-1"), signal.SIGTERM)
     printed, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1
@@ -326,7 +320,7 @@ def test_nodes_that_were_told_to_leave(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_killed_process_is_started_again(tmp_path: Path, unbroken: int, victim: str) -> None:
     toy = Toy(tmp_path / "run")
     process = toy.start()
-    until(lambda: toy.entries > 5, "a few rounds")
+    wait_for(lambda: toy.entries > 5, what="a few rounds")
     os.kill(toy.pid(victim), signal.SIGKILL)
     printed, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, printed
@@ -337,7 +331,7 @@ def test_a_killed_process_is_started_again(tmp_path: Path, unbroken: int, victim
 def test_a_second_run_in_the_folder_is_refused(tmp_path: Path) -> None:
     toy = Toy(tmp_path / "run")
     first = toy.start()
-    until(lambda: toy.entries > 3, "the first rounds")
+    wait_for(lambda: toy.entries > 3, what="the first rounds")
     second = toy.start()
     printed, _ = second.communicate(timeout=PATIENCE)
     assert second.returncode == 1
@@ -374,7 +368,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_disk_that_fills_up_ends_the_run_in_one_sentence(small_disk: Path, unbroken: int) -> None:
     toy = Toy(small_disk / "run")
     process = toy.start()
-    until(lambda: toy.entries > 5, "a few rounds")
+    wait_for(lambda: toy.entries > 5, what="a few rounds")
     ballast = small_disk / "ballast"
     with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
