@@ -14,8 +14,13 @@ from protocol import noise
 from tests.slow_law import BACKENDS, LIVE, SIGMA, TOP, bits, law_bits, law_update, steps_for, weights
 
 
+def backends(part: int) -> list[str]:
+    """Every fifth part is also Triton's, whose interpreter takes ten times as long as all else together."""
+    return [name for name in BACKENDS if name != "triton" or part % 5 == 0]
+
+
 def compare_everything(count: int, seed: int) -> int:
-    """Random elements through every operation of both backends and the slow law; how many were compared."""
+    """Random elements through every operation of the backends and the slow law; how many were compared."""
     draw = random.Random(seed)
     start, tid = draw.randrange(TOP - count), draw.getrandbits(32)
     noise_seed, region = draw.getrandbits(64), Region.whole(count, start)
@@ -25,7 +30,7 @@ def compare_everything(count: int, seed: int) -> int:
     expected, digests = law_update(values, step, tid, start)
     narrow = noise.round_bf16(values)
     expected_narrow, digests_narrow = law_update(narrow, step, tid, start, narrow=True)
-    for name in BACKENDS:
+    for name in backends(seed):
         kernels = create(name, threads=draw.choice([1, 2]))
         out = torch.empty(count, dtype=torch.int32)
         kernels.fill(noise_seed, tid, region, out)
@@ -56,7 +61,7 @@ def test_ten_million_noise_values():
     for part in range(10):
         start = random.Random(part).randrange(TOP - 10**6)
         expected = noise.integers(part, 7, start, 10**6)
-        for name in BACKENDS:
+        for name in backends(part):
             out = torch.empty(10**6, dtype=torch.int32)
             create(name).fill(part, 7, Region.whole(10**6, start), out)
             assert (out.numpy() == expected).all()
