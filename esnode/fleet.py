@@ -22,10 +22,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from esnode import children, devices, events, laneevents, lanes, nodeoptions
+from esnode import children, devices, duty, events, joined, laneevents, lanes, memory, nodeoptions
 from esnode.engines.wish import Wish
 from esnode.lanestate import STARTING, name_of
-from esnode.lanewire import Alive, Loaded, Log, Need, Pipe, Refresh, Refused, Reread, Where
+from esnode.lanewire import Alive, Loaded, Log, Need, Pipe, Planned, Refresh, Refused, Reread, Where
 from esnode.nodeoptions import Options
 from protocol.entries import Entry
 from protocol.errors import UserError
@@ -61,6 +61,8 @@ class Fleet:
         self._heard: queue.SimpleQueue[tuple[int, _Process, Any]] = queue.SimpleQueue()
         self._processes: dict[int, _Process] = {}
         self._loaded: dict[int, Loaded] = {}
+        self._needs: dict[int, Planned] = {}  # of lanes whose process runs
+        self._free = memory.available()  # before any of them has allocated anything
         self._chain: Sequence[Entry] = ()
         self._out: list[events.Event] = []
         self._failed = ""
@@ -176,6 +178,8 @@ class Fleet:
                 self._step(laneevents.Heard(now, number))
             case Refused(sentence):
                 process.sentence = sentence
+            case Planned():
+                self._on_planned(number, word)
             case Need():
                 self._step(laneevents.Wants(now, number))
             case Reread(digest):
@@ -184,6 +188,19 @@ class Fleet:
                 self._on_end(now, number, process)
             case _:
                 self._step(laneevents.Said(now, number, word))
+
+    def _on_planned(self, number: int, planned: Planned) -> None:
+        """All lanes must fit together when they start; one that starts again takes what it had."""
+        self._needs[number] = planned
+        if number in self._loaded:
+            return
+        needs = list(self._needs.values())
+        self._failed = self._failed or memory.together([each.host for each in needs], self._free)
+        if joined.read(self._options.run):
+            try:
+                duty.read_policy().admit_memory(sum(each.total for each in needs))
+            except UserError as error:
+                self._failed = self._failed or str(error)
 
     def _on_loaded(self, now: float, number: int, process: _Process, loaded: Loaded) -> None:
         others = {other.selftest for k, other in self._loaded.items() if k != number}
@@ -204,6 +221,7 @@ class Fleet:
         process.told.put(None)
         process.pipe.close()
         del self._processes[number]
+        self._needs.pop(number, None)
         reason = process.sentence or children.meaning(code)
         refused = bool(process.sentence)
         self._step(laneevents.Died(now, number, reason, self._random.random(), refused))
@@ -221,7 +239,7 @@ class Fleet:
         ours, theirs = socket.socketpair()
         plan, count = self._plans[number], len(self._plans)
         threads = plan.threads or max(1, self._options.threads // count)
-        sharing = sum(other.devices == plan.devices != (devices.CPU,) for other in self._plans)
+        sharing = sum(other.devices == plan.devices for other in self._plans)
         ranks = ranks_of(self._options.lanes[number], self._options.wish)
         words = nodeoptions.lane_words(self._options, threads, plan.backend, sharing, ranks)
         with contextlib.ExitStack() as unused, theirs:

@@ -22,7 +22,7 @@ from esnode import leash, nodeoptions, reports
 from esnode.enginethread import Broken, EngineThread, Taken
 from esnode.events import Progress
 from esnode.hostmaster import LeaderGone
-from esnode.lanewire import Alive, Loaded, Log, Need, Pipe, Refresh, Refused, Reread, Where
+from esnode.lanewire import Alive, Loaded, Log, Need, Pipe, Planned, Refresh, Refused, Reread, Where
 from protocol.errors import UserError
 from protocol.messages import Unit
 
@@ -47,7 +47,8 @@ class LaneProcess:
 
     def __init__(self, pipe: Pipe, options: nodeoptions.Options) -> None:
         self._pipe = pipe
-        self._options = replace(options, wish=replace(options.wish, ask=self._ask))
+        wish = replace(options.wish, ask=self._ask)
+        self._options = replace(options, wish=wish, planned=lambda *sizes: pipe.send(Planned(*sizes)))
         self._where: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._follows = False  # a master that another lane writes
         self._engine: EngineThread | None = None

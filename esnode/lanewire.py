@@ -52,6 +52,14 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
+class Planned:
+    """What it is about to allocate, in bytes: in host memory, and in all."""
+
+    host: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
 class Need:
     """A lane that loads needs a master in host memory, and waits for a `Where`."""
 
@@ -101,7 +109,7 @@ TYPES: dict[str, type[Any]] = {
         *(ne.Evaluate, ne.CancelUnit, ne.Apply, ne.Rewind, pe.Mend, pe.TakeDigests, pe.Prove, se.Save),
         *(ne.Evaluated, ne.EvaluationFailed, ne.Cancelled, ne.Generated, ne.Progress),
         *(ne.EntriesApplied, ne.Rewound, pe.Damaged, pe.Mended, pe.Digested, pe.Proved, se.Saved),
-        *(Loaded, Log, Alive, Refused, Need, Where, Refresh, Reread),
+        *(Loaded, Log, Alive, Refused, Planned, Need, Where, Refresh, Reread),
     )
 }
 

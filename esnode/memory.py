@@ -1,10 +1,11 @@
 """How much memory there is, and whether a replica fits: told before anything is allocated.
 
-Called by `engines/transformers_engine.py` and `doctor.py`. Linux: /proc and cgroup limits; elsewhere unknown.
+Called by the engines' loaders, `fleet.py` and `doctor.py`. Linux: /proc and cgroup limits; elsewhere unknown.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from esnode.engines.interface import MemoryPlan
@@ -95,7 +96,24 @@ def words(plan: MemoryPlan) -> str:
         parts = f"master {_gb(plan.master)}, {parts}" if plan.master else f"{parts}; shared master"
     else:
         parts += f"; master {_gb(plan.host)} in host memory of {_gb(plan.host_available)} free"
-    return f"{_gb(plan.on_device)} needed, {_gb(plan.available)} free ({parts})"
+    each = f" on each of {plan.ranks} GPUs" if plan.ranks > 1 else ""
+    return f"{_gb(plan.on_device)} needed, {_gb(plan.available)} free{each} ({parts})"
+
+
+def in_host(plan: MemoryPlan, device: str) -> int:
+    """Bytes of the plan that lie in host memory."""
+    return plan.total if device == "cpu" else plan.ranks * plan.host
+
+
+def together(needs: Sequence[int], free: int) -> str:
+    """Why engines of one node that need so many bytes of host memory cannot all be; "" when they can."""
+    if sum(needs) <= free:
+        return ""
+    each = ", ".join(_gb(size) for size in needs)
+    return (
+        f"{len(needs)} engines of this node need {_gb(sum(needs))} of host memory together ({each}) and "
+        f"{_gb(free)} are free: take fewer (--lanes), or, where each has a master of its own, --master host"
+    )
 
 
 def _gb(size: int) -> str:

@@ -57,6 +57,7 @@ class Options:
     catch_up: str = "auto"  # or "replay", "snapshot"
     wish: Wish = DEFAULT  # where the master lies
     lanes: tuple[str, ...] = ()  # engines in processes of their own (`devices.py`); none: one, in ours
+    planned: Callable[[int, int], None] | None = None  # told what a lane will take: of host memory, in all
 
     @property
     def folder(self) -> Path:

@@ -79,7 +79,7 @@ def default(config: Mapping[str, Any], plan: MemoryPlan, free: Sequence[int]) ->
 
 def share(plan: MemoryPlan, ranks: int) -> MemoryPlan:
     """What one of so many ranks needs: its part of the weights, all of the rest."""
-    return MemoryPlan(plan.master // ranks, plan.live // ranks, plan.other, plan.available)
+    return MemoryPlan(plan.master // ranks, plan.live // ranks, plan.other, plan.available, ranks=ranks)
 
 
 # ---------------------------------------------------------------- GPUs of one machine, in groups

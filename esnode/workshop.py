@@ -20,7 +20,7 @@ from esnode.engines.interface import MemoryPlan
 from esnode.engines.replica_engine import ReplicaEngine
 from esnode.events import About
 from esnode.kernels import pick, selftest_digest
-from esnode.memory import words
+from esnode.memory import in_host, words
 from esnode.nodeoptions import Options
 from esnode.rederive import Rederiver
 from esnode.replay import DamagedMaster
@@ -154,8 +154,11 @@ def load(options: Options, lock: Lock) -> Workshop:
 
     def tell(memory: MemoryPlan) -> None:
         log.info("memory: %s", words(memory))
-        if joined.read(options.run):
-            duty.read_policy().admit_memory(memory.total)
+        total = memory.ranks * memory.total
+        if options.planned is not None:
+            options.planned(in_host(memory, device), total)
+        elif joined.read(options.run):
+            duty.read_policy().admit_memory(total)
 
     device, obstacle = accelerators.device(), accelerators.obstacle()
     if obstacle is not None:

@@ -74,6 +74,13 @@ def toy(options: Options, lock: Lock) -> Any:
     return made
 
 
+def hungry(options: Options, lock: Lock) -> Any:
+    """The toy, which says that it takes 4 GB of host memory and 6 in all."""
+    assert options.planned is not None
+    options.planned(4 * 10**9, 6 * 10**9)
+    return toy(options, lock)
+
+
 def scored(options: Options, lock: Lock) -> Any:
     """The toy, with a scoring process beside it."""
     from esnode import tasks

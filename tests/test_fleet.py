@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from esnode import nodeoptions
-from esnode.fleet import Fleet
+from esnode import joined, memory, nodeoptions
+from esnode.fleet import Fleet, LanesFailed
 from esnode.lanewire import Refused
 from protocol import ledger
 from tests.chaos import lane_pids
@@ -155,6 +155,33 @@ def test_a_lane_that_takes_nothing_or_sends_anything_or_cannot_be_started(
         assert "its process cannot be started: Cannot allocate memory" in caplog.text
         while 1 not in fleet._processes:
             fleet.events(time.monotonic())
+
+
+@pytest.mark.parametrize(
+    ("free", "allowed", "words"),
+    [
+        (7, 0, r"2 engines of this node need 8\.0 GB of host memory together \(4\.0 GB, 4\.0 GB\) and 7\.0 GB"),
+        (9, 11, r"needs at least 12\.00 GB of memory and this machine's policy allows 11 \(memory_gb\)"),
+        (9, 13, ""),
+    ],
+)
+def test_lanes_plan_together(
+    free: int, allowed: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would fit alone; by what the machine has, and by what its owner allows joined runs."""
+    lock = make_folder(tmp_path, ("n1",))
+    joined.write(tmp_path, joined.Joined(lock.run_id, ("tcp://127.0.0.1:1",), {}))
+    (tmp_path / "node.toml").write_text(f"memory_gb = {allowed}")
+    monkeypatch.setenv("ESNODE_CONFIG", str(tmp_path))
+    monkeypatch.setattr(memory, "available", lambda: free * 10**9)
+    words_ = ["--run", str(tmp_path), "--name", "n1", *LANES[:4], "--loader", "tests.odd_lane:hungry"]
+    with contextlib.closing(Fleet(nodeoptions.parse(words_), lock, logging.getLogger("n1"))) as fleet:
+        if not words:
+            fleet.wait_loaded()
+            assert fleet.about.lanes == 2
+        else:
+            with pytest.raises(LanesFailed, match=words):
+                fleet.wait_loaded()
 
 
 def alive(pid: int) -> bool:

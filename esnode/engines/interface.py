@@ -36,7 +36,9 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes an engine will allocate, told before it does. `host`: what of the master is in host memory."""
+    """Bytes an engine will allocate, told before it does. `host`: what of the master is in host memory;
+    `ranks`: processes that need as much each.
+    """
 
     master: int
     live: int
@@ -44,6 +46,7 @@ class MemoryPlan:
     available: int
     host: int = 0
     host_available: int = 0
+    ranks: int = 1
 
     @property
     def total(self) -> int:

@@ -138,7 +138,8 @@ def load(
     if checked:
         require_base(lock, replica, folder)
     bound = BATCH_BYTES[_kind(device)]
-    pack = plan.on_device + plan.live <= plan.available  # faster, with the same bits, where there is room
+    room = plan.available // (wish.sharing if device == "cpu" else 1)  # of a GPU it is our part already
+    pack = plan.on_device + plan.live <= room  # faster, with the same bits, where there is room
     decoder = Decoder(model, limits(model, bound), device, pack)
     return TransformersEngine(lock, replica, decoder, kernels, _fingerprint(lock, device, arithmetic), plan)
 
