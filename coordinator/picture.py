@@ -121,6 +121,7 @@ def _node(state: State, node: Node) -> dict[str, Any]:
         "backend": node.hello.backend,
         "device": node.hello.device,
         "lanes": node.hello.lanes,
+        "lost": "" if node.left else node.hello.lost,
         "fingerprints": [value.hex() for value in node.hello.fingerprints],
         "height": node.height,
         "tip": node.tip.hex(),

@@ -36,6 +36,7 @@ class About:
     addresses: tuple[str, ...] = ()  # where its peer socket listens; none: it serves nobody
     catch_up: str = "auto"  # the way its owner wants, "replay" or "snapshot"; else the quicker one
     lanes: int = 1  # units it evaluates at once, 1 to ranges.MAX_LANES
+    lost: str = ""  # which engines do not work, and why
     others: tuple[bytes, ...] = ()  # fingerprints of further engines
 
 
@@ -147,10 +148,11 @@ class Generated:
 
 @dataclass(frozen=True, slots=True)
 class LanesChanged:
-    """From now on so many units may be evaluated at once, at least one."""
+    """From now on so many units, at least one, may be evaluated at once. `lost`: which engines fail, and why."""
 
     now: float
     lanes: int
+    lost: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,8 +83,9 @@ class Fleet:
         words = "+".join(backends), "+".join(where)
         prints = tuple(dict.fromkeys(lane.fingerprint for lane in loaded))[:MAX_ENGINES]
         return events.About(
-            name, *words, first.selftest, prints[0], first.versions, lanes=count, others=prints[1:]
-        )
+            name, *words, first.selftest, prints[0], first.versions, lanes=count, others=prints[1:],
+            lost=self._state.lost,
+        )  # fmt: skip
 
     def wait_loaded(self) -> None:
         """Wait until no lane is loading for the first time; LanesFailed when none can."""

@@ -51,6 +51,7 @@ from esnode.lanestate import (
     State,
     Turn,
     digest_of,
+    lost,
 )
 from protocol.messages import Unit
 
@@ -197,7 +198,7 @@ def _arrived(turn: Turn, number: int, lane: Lane) -> None:
     if state.asked or state.answers:
         return  # it comes after what the others do now
     if lane.digest == state.digest:
-        turn.change(number, phase=READY, odd="", far=False)
+        turn.change(number, phase=READY, odd="", why="", far=False)
         if lane.odd:
             turn.answer(ne.LaneRepaired(0.0, f"{turn.name(number)}: {lane.odd}"))
     elif not lane.far:
@@ -219,6 +220,8 @@ def _on_died(turn: Turn, event: Died) -> None:
     crashes = lane.crashes + own
     phase = GONE if lane.phase == GONE else DOWN
     turn.change(number, jobs=(), phase=phase, crashes=crashes, stale=False, height=None, pulled=False)
+    if own and phase != GONE:
+        turn.change(number, why=f"has ended: {event.reason}")
     _again(turn, tuple(replace(job, deaths=job.deaths + own, scoring=False) for job in lane.jobs))
     laneerrands.drop(turn, number)
     if phase == GONE:
@@ -247,7 +250,7 @@ def _again(turn: Turn, jobs: tuple[Job, ...]) -> None:
 
 
 def _give_up(turn: Turn, number: int, why: str) -> None:
-    turn.change(number, phase=GONE)
+    turn.change(number, phase=GONE, why=f"is given up: {why}")
     laneshare.lost(turn, number)
     turn.do(Kill(number))
     words = f"{turn.name(number)} is given up: {why}"
@@ -284,10 +287,10 @@ def _go_on(turn: Turn) -> None:
     laneshare.follow(turn)
     if turn.state.order is None:
         _deal(turn)
-    count = max(1, laneshare.offered(turn.state))
-    if count != turn.state.offered and turn.state.order is None:
-        turn.set(offered=count)
-        turn.answer(ne.LanesChanged(0.0, count))
+    count, words = max(1, laneshare.offered(turn.state)), lost(turn.state)
+    if (count, words) != (turn.state.offered, turn.state.lost) and turn.state.order is None:
+        turn.set(offered=count, lost=words)
+        turn.answer(ne.LanesChanged(0.0, count, words))
 
 
 def _catch_up(turn: Turn) -> None:
@@ -323,7 +326,7 @@ def _carry_out(turn: Turn) -> None:
     if isinstance(state.order, ne.Rewind):  # whatever a lane holds
         for number in turn.phase(BEHIND):
             if state.lanes[number].role != FOLLOWS:
-                turn.change(number, phase=READY)
+                turn.change(number, phase=READY, why="")
     writers = laneshare.writers(turn.state)
     if state.leader in writers and not laneshare.quiet(turn):
         return

@@ -42,7 +42,7 @@ def on_refreshed(turn: Turn, event: Refreshed) -> None:
     if lane.stale or not _leader_ready(state):
         turn.change(number, phase=BEHIND, stale=False)
     elif event.digest == state.digest:
-        turn.change(number, phase=READY)
+        turn.change(number, phase=READY, why="")
     else:
         why = f"it reads digest {event.digest:016x} where its leader wrote {state.digest:016x}"
         turn.do(Tidings(f"{turn.name(number)}: {why}; it starts again"), Kill(number))

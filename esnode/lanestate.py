@@ -52,6 +52,7 @@ class Lane:
     far: bool = False  # no snapshot is trusted: from the base
     stale: bool = False  # what it is building is of no use any more
     odd: str = ""  # why it is rebuilt, to be told when it was
+    why: str = ""  # it does not work since this befell it
     jobs: tuple[Job, ...] = ()
     crashes: int = 0  # in a row
     retry: float = 0.0
@@ -89,6 +90,7 @@ class State:
     prover: int = -1  # who derived pieces last
     leader: int = -1  # who writes the shared master, if there is one
     offered: int = 1
+    lost: str = ""  # what was told of lanes that do not work
     doubts: int = 0  # in a row
     failed: bool = False
 
@@ -96,6 +98,12 @@ class State:
 def name_of(state: State, number: int) -> str:
     """A lane in words: "lane 1 (cuda:1)"."""
     return f"lane {number} ({'+'.join(state.lanes[number].devices)})"
+
+
+def lost(state: State) -> str:
+    """Lanes that do not work, and what befell them."""
+    found = ((k, lane) for k, lane in enumerate(state.lanes) if lane.why and lane.phase != READY)
+    return "; ".join(f"{name_of(state, k)} {lane.why}" for k, lane in found)
 
 
 class Turn:
@@ -133,7 +141,7 @@ class Turn:
         if lane.role == FOLLOWS:
             number = self.state.leader
         self.do(Tidings(f"{self.name(number)}: {why}; it is rebuilt by replay"))
-        self.change(number, phase=BEHIND, height=None, odd=why)
+        self.change(number, phase=BEHIND, height=None, odd=why, why=why)
 
     def phase(self, *phases: str) -> list[int]:
         """Lanes in one of these phases."""

@@ -205,8 +205,9 @@ def _on_generated(turn: Turn, event: Generated) -> None:
 
 def _on_lanes(turn: Turn, event: LanesChanged) -> None:
     """The coordinator gives work for so many lanes once it has heard of it."""
-    if event.lanes != turn.state.about.lanes:
-        turn.set(about=replace(turn.state.about, lanes=event.lanes))
+    about = replace(turn.state.about, lanes=event.lanes, lost=event.lost)
+    if about != turn.state.about:
+        turn.set(about=about)
         turn.say_hello_again()
 
 

@@ -28,6 +28,7 @@ from protocol.messages import (
     Unit,
 )
 from protocol.peers import Donor
+from protocol.ranges import MAX_LOST
 
 HELLO_FIRST, HELLO_LAST = 0.5, 2.0  # seconds between Hellos, doubling
 UNITS_TOLD = 64
@@ -219,6 +220,7 @@ class Turn:
                 units=tuple(unit for unit, _ in state.held),
                 proof=state.term_proof,
                 lanes=about.lanes,
+                lost=about.lost[:MAX_LOST],
             )
         )
         wait = state.hello_wait

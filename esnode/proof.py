@@ -187,7 +187,7 @@ def on_lanes_differ(turn: Turn, event: LanesDiffer) -> None:
 def _report(turn: Turn, reason: str) -> None:
     """Tell the coordinator what was found here; with every word on D again while the state lasts."""
     state = turn.state
-    turn.note("dispute", what="mended", reason=reason)
+    turn.note("replica", what="mended", reason=reason)
     report = Rederived(state.rounds, (), (), (), state.digest, 0, state.about.versions, reason)
     _set(turn, report=report)
     turn.send(report)

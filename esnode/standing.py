@@ -238,7 +238,7 @@ def _door(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _why(node: Mapping[str, Any]) -> str:
     """Why a node stands as it does, what it was given and why, and what was once wrong with it."""
-    words = [node["reason"], node.get("why"), node.get("fault")]
+    words = [node["reason"], node.get("why"), node.get("lost"), node.get("fault")]
     return "; ".join(filter(None, words))
 
 

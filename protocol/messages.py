@@ -58,6 +58,7 @@ class Hello(Message, frozen=True):
     units: tuple[Unit, ...]  # still running here
     proof: bytes = b""  # of that term (`terms.py`)
     lanes: int = 1  # units it evaluates at once
+    lost: str = ""  # which of its engines do not work, and why
 
 
 class Welcome(Message, frozen=True):

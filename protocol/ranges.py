@@ -26,6 +26,7 @@ MAX_ENTRIES = 1024  # entries in one Fetch or Entries
 MAX_UNITS = 64  # units named in one Hello or heartbeat
 MAX_CHUNKS = 4096  # chunk sums in one Result
 MAX_LANES = 32  # units a node evaluates at once
+MAX_LOST = 200  # characters about engines that do not work
 MAX_ENGINES = 16  # fingerprints in one Hello; a Result may name one more: it is not known
 MAX_VALUES = 2048  # digests in one TensorDigests, rewards in one Evidence
 MAX_PIECES = 16  # in one Rederive
@@ -60,7 +61,7 @@ _SIZES_OF: dict[type[Message], dict[str, tuple[int, ...]]] = {
     Welcome: {"tip": (0, HASH), "proof": (PROOF,)},
 }
 LENGTHS = {"name": MAX_NAME, "backend": 64, "device": 200, "reason": MAX_REASON, "verdict": 100, "by": 200}
-LENGTHS |= {"addresses": 120, "way": 16}
+LENGTHS |= {"addresses": 120, "way": 16, "lost": MAX_LOST}
 _COUNTS = {"units": MAX_UNITS, "entries": MAX_ENTRIES, "sums": MAX_CHUNKS, "times": 3}
 _COUNTS |= dict.fromkeys(("pieces", "held", "derived"), MAX_PIECES)
 _COUNTS |= dict.fromkeys(("digests", "scores"), MAX_VALUES)

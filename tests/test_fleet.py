@@ -160,7 +160,11 @@ def test_a_lane_that_takes_nothing_or_sends_anything_or_cannot_be_started(
 @pytest.mark.parametrize(
     ("free", "allowed", "words"),
     [
-        (7, 0, r"2 engines of this node need 8\.0 GB of host memory together \(4\.0 GB, 4\.0 GB\) and 7\.0 GB"),
+        (
+            7,
+            0,
+            r"2 engines of this node need 8\.0 GB of host memory together \(4\.0 GB, 4\.0 GB\) and 7\.0 GB",
+        ),
         (9, 11, r"needs at least 12\.00 GB of memory and this machine's policy allows 11 \(memory_gb\)"),
         (9, 13, ""),
     ],

@@ -66,12 +66,14 @@ def test_the_unit_of_a_killed_engine_is_run_by_another_and_the_lane_comes_back()
     bench.evaluate(0)
     bench.run(0.5)
     bench.kill(0)
-    assert of(bench, ne.LanesChanged)[-1].lanes == 1
+    changed = of(bench, ne.LanesChanged)[-1]
+    assert (changed.lanes, changed.lost) == (1, "lane 0 (cpu0) has ended: killed by signal 9")
     bench.run(3.0)
     assert isinstance(bench.outcomes[unit_of(0)], ne.Evaluated)
     bench.run(8.0)
     assert [lane.phase for lane in bench.state.lanes] == ["ready", "ready"]
-    assert bench.engines[0].master == bench.chain[:3] and of(bench, ne.LanesChanged)[-1].lanes == 2
+    changed = of(bench, ne.LanesChanged)[-1]
+    assert bench.engines[0].master == bench.chain[:3] and (changed.lanes, changed.lost) == (2, "")
 
 
 def test_a_lane_that_comes_back_catches_up_with_a_node_that_goes_on() -> None:

@@ -54,6 +54,7 @@ from protocol.ranges import (
     MAX_ENGINES,
     MAX_ENTRIES,
     MAX_LANES,
+    MAX_LOST,
     MAX_PIECES,
     MAX_UNITS,
     reader,
@@ -87,7 +88,7 @@ PROOF = bytes(range(104))
 UNIT = Unit(12, Kind.MEMBER, 30, 0, 3)
 EXAMPLES: tuple[Message, ...] = (
     Hello(1, 1, 1, b"r" * 32, "a", "cpu", "E", b"selftest", (b"finger__",), 9, b"t" * 32, 2**64 - 1, 3,
-          (UNIT,), PROOF, 8),
+          (UNIT,), PROOF, 8, "lane 1"),
     Welcome(1, b"r" * 32, b"{}", 3, 9, b"t" * 32, PROOF),
     Refuse("two machines use one key"),
     Rehello(),
@@ -167,7 +168,7 @@ STRATEGIES: dict[type[Message], st.SearchStrategy[Any]] = {
         Hello, U32, U32, U32, st.one_of(B32, st.just(b"")), TEXT, TEXT, TEXT, B8,
         st.lists(B8, max_size=MAX_ENGINES).map(tuple), U32,
         st.one_of(B32, st.just(b"")), U64, U32, st.lists(UNITS, max_size=4).map(tuple),
-        st.sampled_from([b"", PROOF]), st.integers(1, MAX_LANES),
+        st.sampled_from([b"", PROOF]), st.integers(1, MAX_LANES), TEXT,
     ),
     Welcome: st.builds(Welcome, U32, B32, st.binary(max_size=99), U32, U32, B32, st.just(PROOF)),
     Return: st.builds(Return, U32, U32, RAW),
@@ -290,7 +291,7 @@ def test_limits_fit_the_largest_legal_messages() -> None:
     for message in (
         result,
         Hello(*[2**32 - 1] * 3, b"r" * 32, "é" * 64, "é" * 64, "é" * 200, b"s" * 8, (b"f" * 8,) * MAX_ENGINES,
-              2**32 - 1, b"t" * 32, 2**64 - 1, 2**32 - 1, (small,) * MAX_UNITS, PROOF, MAX_LANES),
+              2**32 - 1, b"t" * 32, 2**64 - 1, 2**32 - 1, (small,) * MAX_UNITS, PROOF, MAX_LANES, "é" * MAX_LOST),
         NodeBeat(2**32 - 1, b"t" * 8, ((small, 1000),) * MAX_UNITS),
         CoordBeat(2**32 - 1, 2**32 - 1, b"t" * 8, (small,) * MAX_UNITS),
         Assign(small, b"p" * 8, 2**32 - 1),

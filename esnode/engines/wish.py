@@ -14,9 +14,9 @@ MASTERS = ("auto", "device", "host")
 @dataclass(frozen=True, slots=True)
 class Wish:
     """`attach`: the path of a master that another process leads, to be read only; `sharing`: how many engines
-    this one's GPU, or the CPU, is shared by; `tp`: ranks of the vLLM engine, 0 for as many as it takes; `ask`: where the
-    master that another engine of this node leads is, called once ours belongs in host memory, and answered
-    with its path once it is whole, or with "" by who is to lead.
+    this one's GPU, or the CPU, is shared by; `tp`: ranks of the vLLM engine, 0 for as many as it takes;
+    `ask`: where the master that another engine of this node leads is, called once ours belongs in host
+    memory, and answered with its path once it is whole, or with "" by who is to lead.
     """
 
     master: str = "auto"
