@@ -148,7 +148,7 @@ class Generated:
 
 @dataclass(frozen=True, slots=True)
 class LanesChanged:
-    """From now on so many units, at least one, may be evaluated at once. `lost`: which engines fail, and why."""
+    """From now on so many units, at least one, may run at once. `lost`: engines that fail, and why."""
 
     now: float
     lanes: int

@@ -44,9 +44,8 @@ def settle(plan: MemoryPlan, device: str, wish: Wish) -> MemoryPlan:
         return replace(host, master=0, host=0)
     if wish.master == "host":
         return host
-    fits = (
-        host.ranks * host.host + hostmaster.SPARE <= host.host_available and host.on_device <= host.available
-    )
+    room = host.host_available - host.ranks * host.host >= hostmaster.SPARE
+    fits = room and host.on_device <= host.available
     return host if wish.master == "auto" and _tight(plan, device) and fits else plan
 
 

@@ -52,6 +52,15 @@ def test_the_master_is_on_the_gpu_if_it_fits(
             memory.require(plan, "a model")
 
 
+def test_ranks_need_a_host_master_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available", lambda device="cpu", sharing=1: 70 * GB)
+    plan = replace(PLAN, available=48 * GB)
+    assert placement.settle(replace(plan, ranks=2), "cuda", Wish()).host == 30 * GB
+    assert placement.settle(replace(plan, ranks=3), "cuda", Wish()).host == 0
+    assert memory.in_host(replace(plan, host=30 * GB, ranks=2), "cuda") == 60 * GB
+    assert memory.in_host(plan, "cpu") == plan.total
+
+
 def test_a_cpu_keeps_its_master_in_the_process_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available", lambda device="cpu", sharing=1: 54 * GB)
     assert placement.settle(replace(PLAN, available=10 * GB), "cpu", Wish()).host == 0

@@ -291,7 +291,8 @@ def test_limits_fit_the_largest_legal_messages() -> None:
     for message in (
         result,
         Hello(*[2**32 - 1] * 3, b"r" * 32, "é" * 64, "é" * 64, "é" * 200, b"s" * 8, (b"f" * 8,) * MAX_ENGINES,
-              2**32 - 1, b"t" * 32, 2**64 - 1, 2**32 - 1, (small,) * MAX_UNITS, PROOF, MAX_LANES, "é" * MAX_LOST),
+              2**32 - 1, b"t" * 32, 2**64 - 1, 2**32 - 1, (small,) * MAX_UNITS, PROOF, MAX_LANES,
+              "é" * MAX_LOST),
         NodeBeat(2**32 - 1, b"t" * 8, ((small, 1000),) * MAX_UNITS),
         CoordBeat(2**32 - 1, 2**32 - 1, b"t" * 8, (small,) * MAX_UNITS),
         Assign(small, b"p" * 8, 2**32 - 1),
