@@ -22,11 +22,11 @@ from coordinator.state import blame, learn
 from coordinator.turn import Turn
 from protocol.messages import Bye, DigestAsk, Message, Rederive, Rederived, TensorDigests
 from protocol.pieces import pieces_of
+from protocol.seeds import U64
 
 RUNNING_PIECES = 8  # re-derived at once; when more differ these tell who is at fault, a rebuild repairs
 ASK_AGAIN = 5.0  # seconds until an unanswered question is repeated
 SPOT_EVERY = 4  # rounds between random checks of a node that is alone
-_U64 = 1 << 64
 
 # ---------------------------------------------------------------- words
 
@@ -233,7 +233,7 @@ def on_digests(turn: Turn, peer: bytes, message: TensorDigests) -> None:
     _ask_at_once(turn, peer, more=len(held) < total)
     if len(held) == total:
         proof = turn.proof
-        turn.set(proof=replace(proof, words={**proof.words, peer: sum(held) % _U64}))  # read afresh
+        turn.set(proof=replace(proof, words={**proof.words, peer: sum(held) % U64}))  # read afresh
         _locate(turn, total)
     settle(turn)
 

@@ -16,8 +16,6 @@ from coordinator.membership import alive
 from coordinator.peers import Peer
 from coordinator.state import State
 from coordinator.turn import Turn
-from protocol.chain import Chain
-from protocol.entries import CommitBody
 from protocol.messages import Message
 from protocol.peers import (
     MOST_DONORS,
@@ -59,13 +57,7 @@ def due(state: State) -> bytes:
             votes[kept.round, kept.root] = votes.get((kept.round, kept.root), 0) + 1
     agreed = [(round, count, root) for (round, root), count in votes.items() if count >= enough]
     round, _, root = max(agreed, default=(0, 0, b""))
-    return b"" if not root or announced(state.chain, round, root) else root
-
-
-def announced(chain: Chain, round: int, root: bytes) -> bool:
-    """Whether a commit after this round carries the root."""
-    bodies = (entry.body for entry in chain.commits[round:])
-    return any(isinstance(body, CommitBody) and body.snapshot == root for body in bodies)
+    return b"" if not root or state.chain.announces(round, root) else root
 
 
 def disagreements(state: State) -> list[str]:
@@ -103,7 +95,7 @@ def choose(state: State, joiner: bytes, round: int) -> Donors:
         for kept in () if why else peer.kept:
             name = (kept.round, kept.root)
             if name not in signed:
-                signed[name] = kept.round > round and announced(state.chain, *name)
+                signed[name] = kept.round > round and state.chain.announces(*name)
             if signed[name]:
                 node = state.nodes[key]
                 row = (load(peer, state.now), node.number or 0, Donor(key, node.name, peer.addresses))
@@ -194,9 +186,9 @@ def _on_kept(turn: Turn, key: bytes, message: Kept) -> None:
 def _signed_instead(state: State, kept: Kept) -> bytes:
     """The signed root of this round, when it is another than this one; b"" otherwise."""
     others = {o.root for p in state.peers.values() for o in p.kept if o.round == kept.round} - {kept.root}
-    if not others or announced(state.chain, kept.round, kept.root):
+    if not others or state.chain.announces(kept.round, kept.root):
         return b""
-    return next((root for root in sorted(others) if announced(state.chain, kept.round, root)), b"")
+    return next((root for root in sorted(others) if state.chain.announces(kept.round, root)), b"")
 
 
 def _tell_wrong(turn: Turn, key: bytes, kept: Kept, signed: bytes) -> None:
@@ -281,7 +273,7 @@ def picture(state: State) -> dict[str, Any]:
         kept.round: kept.root.hex()
         for peer in state.peers.values()
         for kept in peer.kept
-        if announced(state.chain, kept.round, kept.root)
+        if state.chain.announces(kept.round, kept.root)
     }
     return {
         "every": state.ops.snapshot_every,

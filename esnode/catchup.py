@@ -23,8 +23,7 @@ from esnode.snapshotevents import (
     Saved,
     StopFetch,
 )
-from protocol.chain import Chain
-from protocol.entries import CommitBody, EntryKind
+from protocol.entries import EntryKind
 from protocol.messages import Message
 from protocol.peers import (
     CatchUp,
@@ -93,7 +92,7 @@ def on_beat(turn: Turn) -> None:
     if turn.state.every is None or (turn.state.beats % REACH_EVERY == 0 and turn.state.about.addresses):
         turn.send(Reach(turn.state.about.addresses))
     for held in _valid(turn.state)[:1]:
-        if not announced(turn.state.chain, held.round, held.root):
+        if not turn.state.chain.announces(held.round, held.root):
             turn.send(Kept(held.round, held.root, held.size))
 
 
@@ -105,12 +104,6 @@ def _valid(state: State) -> list[Held]:
         for h in state.held_snapshots
         if 0 < h.round <= len(commits) and commits[h.round - 1].hash == h.entry
     ]
-
-
-def announced(chain: Chain, round: int, root: bytes) -> bool:
-    """Whether a signed commit after this round carries the root."""
-    bodies = (entry.body for entry in chain.commits[round:])
-    return any(isinstance(body, CommitBody) and body.snapshot == root for body in bodies)
 
 
 def after_apply(turn: Turn, commits: int) -> None:
@@ -210,7 +203,7 @@ def _on_donors(turn: Turn, message: Donors) -> None:
     donors = tuple(donor for donor in message.donors if donor.key in known)
     if not donors or message.round <= state.rounds:
         return _settle(turn, "replay", "nobody has a newer snapshot")
-    if not announced(state.chain, message.round, message.root):
+    if not state.chain.announces(message.round, message.root):
         return _settle(turn, "replay", "the offered snapshot's root is in no signed entry")
     turn.set(catch=replace(state.catch, round=message.round, root=message.root, size=message.size))
     turn.do(FetchSnapshot(message.round, message.root, message.size, donors, state.relay))

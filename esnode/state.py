@@ -26,12 +26,12 @@ from esnode.shards import Shards, cut, runs, slices, window
 from protocol.bodies import Entry, step_of
 from protocol.lock import Lock, TensorSpec
 from protocol.pieces import Piece
+from protocol.seeds import U64
 
 if TYPE_CHECKING:
     from protocol.ledger import Chain
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-U64 = 1 << 64
 
 Frozen = Callable[[TensorSpec, NDArray[Any]], None]
 Visit = Callable[[Part], None]

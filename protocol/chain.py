@@ -84,6 +84,11 @@ class Chain:
         """The commit of round k is element k (not to be changed)."""
         return self._commits
 
+    def announces(self, round: int, root: bytes) -> bool:
+        """Whether a commit after this round carries the root of a snapshot."""
+        bodies = (entry.body for entry in self._commits[round:])
+        return any(isinstance(body, CommitBody) and body.snapshot == root for body in bodies)
+
     @property
     def height(self) -> int:
         """Number of entries."""

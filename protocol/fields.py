@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-U64 = (1 << 64) - 1
+LARGEST_U64 = (1 << 64) - 1
 SMALLEST_SIGMA = 2.0**-64  # products with the noise stay far above float32's subnormals
 LARGEST_SIGMA = 1024.0
 LARGEST_ALPHA = 1e6
@@ -46,7 +46,7 @@ class Rule:
         return True
 
 
-def whole(low: int, high: int = U64) -> Rule:
+def whole(low: int, high: int = LARGEST_U64) -> Rule:
     """An int (never a bool) within the bounds."""
 
     def read(value: Any) -> int:
@@ -54,9 +54,8 @@ def whole(low: int, high: int = U64) -> Rule:
             raise ValueError
         return value
 
-    return Rule(
-        f"a whole number, {low} or more" if high == U64 else f"a whole number from {low} to {high}", read
-    )
+    span = f"{low} or more" if high == LARGEST_U64 else f"from {low} to {high}"
+    return Rule(f"a whole number{',' if high == LARGEST_U64 else ''} {span}", read)
 
 
 def number(low: float = -math.inf, high: float = math.inf, *, above: bool = False) -> Rule:
@@ -217,7 +216,7 @@ def _json_value(value: Any, depth: int) -> Any:
         return [_json_value(item, depth + 1) for item in value]
     if value is None or isinstance(value, bool | str):
         return value
-    if isinstance(value, int) and abs(value) <= U64:
+    if isinstance(value, int) and abs(value) <= LARGEST_U64:
         return value
     if isinstance(value, float) and math.isfinite(value):
         return value

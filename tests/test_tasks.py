@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -358,6 +360,31 @@ def test_bad_python_tasks(folder: Path, argument: str, content: str, words: str)
 def test_python_task_needs_a_named_folder(folder: Path) -> None:
     with pytest.raises(TaskError, match="--code or ESNODE_TASK_DIR"):
         tasks.materialise("python:guess.py", {})
+
+
+def block(text: str, first: str) -> str:
+    """The indented block of docs/tasks.md that begins with this line."""
+    lines = text[text.index(f"    {first}") :].splitlines()
+    inside = itertools.takewhile(lambda line: not line or line.startswith("    "), lines)
+    return textwrap.dedent("\n".join(inside)).strip() + "\n"
+
+
+def test_the_examples_of_the_docs(tmp_path: Path) -> None:
+    text = (Path(__file__).parent.parent / "docs" / "tasks.md").read_text()
+    (tmp_path / "rhyme.py").write_text(block(text, "# tasks/rhyme.py").partition("\nesnode run")[0])
+    rhyme = opened("python:rhyme.py", code=tmp_path)
+    rhyme.warm_up()
+    assert rhyme.score(rhyme.train[0], "It sat on a MAT ") == Score(1.0, True)
+    assert rhyme.score(rhyme.train[0], "a dog") == Score(0.0, False)
+
+    space: dict[str, Any] = {}
+    exec(block(text, "from esnode.tasks.draws"), space)
+    train, heldout = space["Letters"].items("", {"train": 5, "heldout": 2, "seed": 0})
+    letters = space["Letters"](train, heldout)
+    assert letters.score({"letters": "abca"}, "cab") == Score(1.0, True) and len(train) == 5
+
+    (tmp_path / "questions.jsonl").write_text(block(text, '{"prompt": "Capital of France?"'))
+    assert len(opened(f"file:{tmp_path / 'questions.jsonl'}").train) == 1
 
 
 # ---------------------------------------------------------------- reasoning-gym

@@ -22,11 +22,12 @@ from esnode.engines.interface import EngineEnded
 from esnode.engines.vllm_start import EXIT_FAULT, EXIT_MEMORY
 from esnode.replay import DamagedMaster, fold
 from esnode.shards import window
-from esnode.state import DTYPES, U64, require_parent
+from esnode.state import DTYPES, require_parent
 from protocol.bodies import Entry
 from protocol.errors import UserError
 from protocol.lock import Lock
 from protocol.pieces import Piece
+from protocol.seeds import U64
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine

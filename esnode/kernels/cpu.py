@@ -21,15 +21,16 @@ import torch
 
 from esnode.kernels import cpu_loops as loops
 from esnode.kernels.interface import (
-    OneByOne,
     Region,
     Slice,
+    Together,
     check_address,
     check_live,
     check_master,
     check_out,
     noise_scale,
 )
+from protocol.seeds import U64
 from protocol.shaping import Step
 
 _KINDS = {torch.bfloat16: loops.BF16, torch.float16: loops.FP16, torch.float32: loops.FP32}
@@ -39,7 +40,6 @@ _LARGE = 1 << 18  # noise values per thread from which they come in several piec
 _COPY = 0.25  # an element read and written, in noise values
 _MOST_THREADS = 256
 _MOST_NOISES = 2048  # fused in one pass: their constants (128 bytes each) stay in the second-level cache
-_U64 = 1 << 64
 
 
 def _bits(tensor: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -132,7 +132,7 @@ def _restoring(master: torch.Tensor, live: torch.Tensor) -> _Task:
     return _Task(Region.whole(master.numel()), _COPY, work)
 
 
-class CpuKernels(OneByOne):
+class CpuKernels(Together):
     """See `interface.Kernels`. `threads` None follows torch.get_num_threads() at each call. Thread-safe."""
 
     name = "cpu"
@@ -176,24 +176,9 @@ class CpuKernels(OneByOne):
 
         self._run(_Task(region, 1 + _COPY, work))
 
-    def perturb(
-        self,
-        master: torch.Tensor,
-        live: torch.Tensor,
-        seed: int,
-        tid: int,
-        region: Region,
-        sigma: float,
-        sign: int,
-    ) -> None:
-        self.perturb_many([Slice(master, live, tid, region)], seed, sigma, sign)
-
     def perturb_many(self, slices: Sequence[Slice], seed: int, sigma: float, sign: int) -> None:
         scale = np.float32(noise_scale(sigma, sign))
         self._run(*[_perturbing(part, seed, scale) for part in slices])
-
-    def restore(self, master: torch.Tensor, live: torch.Tensor) -> None:
-        self._run(_restoring(master, live))
 
     def restore_many(self, slices: Sequence[Slice]) -> None:
         self._run(*[_restoring(part.master, part.live) for part in slices])
@@ -223,7 +208,7 @@ class CpuKernels(OneByOne):
             return [int(share) for share in sums]
 
         shares = self._run(_Task(region, len(seeds) + _COPY, work))
-        return [sum(column) % _U64 for column in zip(*shares, strict=True)]
+        return [sum(column) % U64 for column in zip(*shares, strict=True)]
 
     def digest(self, master: torch.Tensor, tid: int, region: Region) -> int:
         check_address(0, tid)
@@ -234,4 +219,4 @@ class CpuKernels(OneByOne):
             place = piece.start, piece.rows, piece.width, piece.stride
             return int(loops.digest(np.uint64(tid), *place, m32[at:], m16[at:], bool(len(m32))))
 
-        return int(sum(self._run(_Task(region, _COPY, work)))) % _U64
+        return int(sum(self._run(_Task(region, _COPY, work)))) % U64

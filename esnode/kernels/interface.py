@@ -133,8 +133,19 @@ class Kernels(Protocol):
         """This slice's share of the state digest: u64, to be summed mod 2^64 over slices."""
 
 
-class OneByOne:
-    """Operations of a backend that gains nothing from seeing several slices, or the future, at once."""
+class _AtOnce:
+    """A backend whose updates are done when they return."""
+
+    def start_update(
+        self: Kernels, master: torch.Tensor, steps: Sequence[Step], tid: int, region: Region
+    ) -> Callable[[], list[int]]:
+        """See `Kernels`."""
+        digests = self.update(master, steps, tid, region)
+        return lambda: digests
+
+
+class OneByOne(_AtOnce):
+    """A backend that gains nothing from seeing several slices at once: it writes `perturb` and `restore`."""
 
     def perturb_many(self: Kernels, slices: Sequence[Slice], seed: int, sigma: float, sign: int) -> None:
         """See `Kernels`."""
@@ -146,12 +157,26 @@ class OneByOne:
         for part in slices:
             self.restore(part.master, part.live)
 
-    def start_update(
-        self: Kernels, master: torch.Tensor, steps: Sequence[Step], tid: int, region: Region
-    ) -> Callable[[], list[int]]:
+
+class Together(_AtOnce):
+    """A backend for which one slice is a list of one: it writes `perturb_many` and `restore_many`."""
+
+    def perturb(
+        self: Kernels,
+        master: torch.Tensor,
+        live: torch.Tensor,
+        seed: int,
+        tid: int,
+        region: Region,
+        sigma: float,
+        sign: int,
+    ) -> None:
         """See `Kernels`."""
-        digests = self.update(master, steps, tid, region)
-        return lambda: digests
+        self.perturb_many([Slice(master, live, tid, region)], seed, sigma, sign)
+
+    def restore(self: Kernels, master: torch.Tensor, live: torch.Tensor) -> None:
+        """See `Kernels`."""
+        self.restore_many([Slice(master, live, 0, Region.whole(master.numel()))])
 
 
 def check_master(master: torch.Tensor, region: Region | None = None) -> None:

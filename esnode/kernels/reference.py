@@ -21,16 +21,16 @@ from esnode.kernels.interface import (
     noise_scale,
 )
 from protocol import noise
+from protocol.seeds import U64
 from protocol.shaping import Step
 
 CHUNK = 1 << 16
 _LOW32 = 0xFFFFFFFF
-_U64 = 1 << 64
 
 
 def _signed(value: int) -> int:
     """The int64 with the bits of a u64."""
-    return value - _U64 if value >= _U64 // 2 else value
+    return value - U64 if value >= U64 // 2 else value
 
 
 _GOLDEN = _signed(0x9E3779B97F4A7C15)
@@ -202,7 +202,7 @@ class ReferenceKernels(OneByOne):
         for part, index in _chunks(region, master.device, self.chunk):
             for k, step in enumerate(steps):
                 self._apply(flat[part], step, tid, index)
-                digests[k] = (digests[k] + int(self._digest(_load(flat[part]), place, index))) % _U64
+                digests[k] = (digests[k] + int(self._digest(_load(flat[part]), place, index))) % U64
         return digests
 
     def _apply(self, master: torch.Tensor, step: Step, tid: int, index: torch.Tensor) -> None:
@@ -222,4 +222,4 @@ class ReferenceKernels(OneByOne):
         check_master(master, region)
         flat, place = master.detach().view(-1), _address(0, tid, 0, master.device)
         parts = _chunks(region, master.device, self.chunk)
-        return sum(int(self._digest(_load(flat[part]), place, index)) for part, index in parts) % _U64
+        return sum(int(self._digest(_load(flat[part]), place, index)) for part, index in parts) % U64

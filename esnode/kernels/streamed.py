@@ -17,14 +17,15 @@ import torch
 
 from esnode.kernels.interface import (
     Kernels,
-    OneByOne,
     Region,
     Slice,
+    Together,
     check_address,
     check_master,
     check_size,
     noise_scale,
 )
+from protocol.seeds import U64
 from protocol.shaping import Step
 
 CHUNK = 1 << 22  # elements: 16 MB of float32 take .7 ms of PCIe, a thousand times a launch
@@ -33,7 +34,6 @@ BUFFERS = 2
 # host thread (measured, benchmarks/noise.py) and of a GPU (from the instruction count).
 LINK, HOST_NOISES, GPU_NOISES = 25e9, 1.4e9, 1e12
 _READING = 0.25  # what reading and writing an element costs on the host, in noise values
-_U64 = 1 << 64
 
 
 def passes_through(noises: int, itemsize: int, threads: int) -> bool:
@@ -74,7 +74,7 @@ class _Belt:
             yield buffer
 
 
-class StreamedKernels(OneByOne):
+class StreamedKernels(Together):
     """See `interface.Kernels`: masters are on the host, live weights on the device. Not thread-safe."""
 
     def __init__(
@@ -105,18 +105,6 @@ class StreamedKernels(OneByOne):
     def fill(self, seed: int, tid: int, region: Region, out: torch.Tensor) -> None:
         self._of(out).fill(seed, tid, region, out)
 
-    def perturb(
-        self,
-        master: torch.Tensor,
-        live: torch.Tensor,
-        seed: int,
-        tid: int,
-        region: Region,
-        sigma: float,
-        sign: int,
-    ) -> None:
-        self.perturb_many([Slice(master, live, tid, region)], seed, sigma, sign)
-
     def perturb_many(self, slices: Sequence[Slice], seed: int, sigma: float, sign: int) -> None:
         noise_scale(sigma, sign)
         for part in slices:
@@ -128,11 +116,9 @@ class StreamedKernels(OneByOne):
 
         self._write(slices, move)
 
-    def restore(self, master: torch.Tensor, live: torch.Tensor) -> None:
-        check_master(master)
-        self.restore_many([Slice(master, live, 0, Region.whole(master.numel()))])
-
     def restore_many(self, slices: Sequence[Slice]) -> None:
+        for part in slices:
+            check_master(part.master)
         flat = [Slice(part.master, part.live, 0, Region.whole(part.master.numel())) for part in slices]
         self._write(flat, lambda master, live, part, piece: self._inner.restore(master, live))
 
@@ -164,7 +150,7 @@ class StreamedKernels(OneByOne):
                     shares.append(self._inner.start_update(buffer, steps, tid, piece))
                     here.copy_(buffer, non_blocking=True)
         digests = [share() for share in shares] or [[0] * len(steps)]
-        return [sum(column) % _U64 for column in zip(*digests, strict=True)]
+        return [sum(column) % U64 for column in zip(*digests, strict=True)]
 
     def digest(self, master: torch.Tensor, tid: int, region: Region) -> int:
         if master.device.type != "cpu" or not self._through(0, master):
@@ -176,7 +162,7 @@ class StreamedKernels(OneByOne):
             for first, piece in region.pieces(self._chunk):
                 with self._belt.chunk(flat[first : first + piece.count]) as buffer:
                     total += self._inner.digest(buffer, tid, piece)
-        return total % _U64
+        return total % U64
 
     def _through(self, noises: int, master: torch.Tensor) -> bool:
         if self._fold_on_device is not None:

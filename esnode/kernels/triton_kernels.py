@@ -25,6 +25,7 @@ from esnode.kernels.interface import (
     noise_scale,
 )
 from protocol import noise
+from protocol.seeds import U64
 from protocol.shaping import Step
 
 GPU_BLOCK, CPU_BLOCK = 256, 4096  # counters per program; the interpreter pays per program, not per element
@@ -32,7 +33,6 @@ MOST_STEPS = 64  # rounds fused in one launch
 ROW_ELEMENTS = 1 << 30  # of one launch's row: local offsets stay below 2^31
 _HIGH_WORD = 34  # the counter's upper 32 bits are those of the element index from here on
 _KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # as triton_loops._store_live knows them
-_U64 = 1 << 64
 
 
 def _pieces(region: Region) -> Iterator[tuple[int, Region]]:
@@ -184,7 +184,7 @@ class TritonKernels(OneByOne):
         check_master(master, region)
         fused = [tuple(steps[first : first + MOST_STEPS]) for first in range(0, len(steps), MOST_STEPS)]
         totals = [self._fold(master, batch, tid, region) for batch in fused]
-        return lambda: [value % _U64 for total in totals for value in total.tolist()]
+        return lambda: [value % U64 for total in totals for value in total.tolist()]
 
     def _fold(self, master: torch.Tensor, steps: tuple[Step, ...], tid: int, region: Region) -> torch.Tensor:
         """Launch the update of every piece; the digest after each step, as int64 on the device."""
@@ -242,7 +242,7 @@ class TritonKernels(OneByOne):
                     BLOCK=block,
                 )
                 total += int(sums.sum())
-        return total % _U64
+        return total % U64
 
 
 def _settle(device: torch.device) -> None:
