@@ -67,7 +67,7 @@ def newcomer(
         key = hashlib.blake2b(name.encode(), digest_size=32).digest()
         sim = SimNode(world, name, key, pace)
         sim.invite = invite
-        world.excuses[name] = (*world.excuses.get(name, ()), RUN_ENDED, "its holder was revoked", *excuses)
+        world.excuse(RUN_ENDED, "its holder was revoked", *excuses, name=name)
         world.enter(sim)
 
     world.at(at, come)
@@ -90,7 +90,7 @@ def recover(
         old.stopped = ("its machine is lost", 0)
         world.gone.add(old.name)
         world.checkers.journal_lost(name)
-        world.excuses[""] = LOST_WITH_THE_JOURNAL
+        world.excuse(*LOST_WITH_THE_JOURNAL)
         heir = SimCoordinator(world, name, world.heir_key)
         heir.recover = "force" if force else "wait"
         heir.journal = [ce.EntryAppended(height, raw) for height, raw in enumerate(raws)]
@@ -114,7 +114,7 @@ def recover(
 
 def revoke(world: World, name: str, at: float, reason: str = "sold") -> None:
     """Take a node's key off the list: whatever it does afterwards, it does not belong any more."""
-    world.excuses[name] = (*world.excuses.get(name, ()), REVOKED)
+    world.excuse(REVOKED, name=name)
 
     def put_out() -> None:
         if name in world.nodes:

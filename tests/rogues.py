@@ -28,7 +28,7 @@ def insist(world: World, name: str, at: float) -> None:
     the machine away and goes on. No wrong digest is ever signed (`Checkers.honest`).
     """
     sim = world.nodes[name]
-    world.excuses[""] = (*world.excuses.get("", ()), BOTH)
+    world.excuse(BOTH)
     world.minded = True
     confirmed: list[bool] = []
 
@@ -64,7 +64,7 @@ def insist(world: World, name: str, at: float) -> None:
 def fall_silent(world: World, name: str) -> None:
     """A node answers no question of a dispute: it is sent away, and nothing waits for it any longer."""
     world.nodes[name].mute = (TensorDigests, Rederived)
-    world.excuses[name] = (*world.excuses.get(name, ()), SILENT)
+    world.excuse(SILENT, name=name)
 
     def bounded() -> None:
         for who, kind, fields in world.notes:

@@ -26,7 +26,7 @@ KEYS = tuple(hashlib.blake2b(word.encode(), digest_size=32).digest() for word in
 HEIRS = tuple(public_key(key) for key in KEYS)  # for the lock of such a world
 # With what a coordinator may stop while there are several, and with it its nodes.
 TWICE = ("signed two histories", "two copies of this coordinator")
-YIELDS = ("another coordinator has taken", *TWICE)
+YIELDS = "another coordinator has taken"
 
 
 def rank(actor: SimCoordinator) -> tuple[int, int]:
@@ -45,15 +45,15 @@ class Operator:
         self.ruler: SimCoordinator | None = None  # the one he decided for
         self.successors = 0
         world.minded = True
-        world.excuses[""] = (*people.LOST_WITH_THE_JOURNAL, *TWICE)
+        world.excuse(*people.LOST_WITH_THE_JOURNAL, *TWICE)
         world.at(notices, self._decide)
 
     def admit(self, actor: SimCoordinator) -> None:
         """One more coordinator."""
         world = self.world
         world.coordinators[actor.name] = actor
-        world.excuses[actor.name] = YIELDS
-        world.excuses[COORDINATOR] = YIELDS
+        for name in (actor.name, COORDINATOR):
+            world.excuse(YIELDS, name=name)
 
     def successor(self, raws: Sequence[bytes], how: str) -> SimCoordinator:
         """`--recover-from` on a ledger, with a signing key that nobody used yet."""

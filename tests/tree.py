@@ -33,7 +33,6 @@ class Tree:
         self.known: dict[bytes, Known] = {}
         self.known_raw: dict[bytes, Entry] = {}
         self.roots: dict[bytes, bytes] = {}  # of a snapshot of every true state -> the commit that made it
-        self.children: dict[bytes, list[bytes]] = {}
         self.head: Known | None = None
 
     def add(self, entry: Entry) -> Known | None:
@@ -50,7 +49,6 @@ class Tree:
         self.known_raw[entry.raw] = entry
         if entry.kind is EntryKind.COMMIT:
             self.roots[root_of(entry.hash, found.master)] = entry.hash
-        self.children.setdefault(entry.parent, []).append(entry.hash)
         if self.head is None or (entry.term, found.height) > (self.head.entry.term, self.head.height):
             self.head = found
         return found

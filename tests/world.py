@@ -1,8 +1,10 @@
 """The simulator: a whole run in one thread, on virtual time, with every fault a seed can choose.
 
-The pure cores, the wire, the ledger and the noise law are the production ones; `actors.py` stands for the
-shells, `network.py` for the wires, `replica.py` for the model, `sweep.py` draws random faults. After every
-step `checkers.py` looks at everything. Cases read like this:
+The pure cores, the wire, the ledger and the noise law are the production ones. `actors.py` and `simnode.py`
+stand for the shells, `network.py` for the wires, `replica.py` for the model, `larder.py` for snapshots. What
+goes wrong: `people.py` (operators, newcomers), `rulers.py` (several coordinators), `rogues.py` (nodes against
+the proof), drawn at random by `mischief.py` for `sweep.py`. `checkers.py` looks at everything after every
+step. Cases read like this (`cases.py` has those with a transcript):
 
     world = World(seed=7, nodes=3, rounds=4)
     world.crash("coordinator", at=3.0)
@@ -56,26 +58,33 @@ class World:
     ) -> None:
         self.random = random.Random(seed)
         self.faults = faults
+        # Time, and what waits for it.
         self.now = 0.0
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.order = itertools.count()
-        self.network = Network(faults, self.random, lambda: self.now)
+        self.coming = 0  # starts that are scheduled
+        # The run, and who looks on.
         self.signing_key = hashlib.blake2b(b"coordinator", digest_size=32).digest()
         self.heir_key = hashlib.blake2b(b"heir", digest_size=32).digest()
         heirs = (public_key(self.heir_key),)
         self.lock = make_lock(public_key(self.signing_key), **{"heirs": heirs, **lock})
         self.ops = Ops(rounds=rounds, **{"eval_every": 2, **(ops or {})})
         self.checkers = Checkers(self.lock, lambda state: probe_due(self.lock, self.ops, state)[0])
-        self.story: list[tuple[float, str, str, bool]] = []  # (when, who, words, fit for a transcript)
-        self.notes: list[tuple[str, str, Mapping[str, Any]]] = []
-        self.stops: list[tuple[str, str]] = []  # every process that ended by itself, and its last words
         self.must: list[Callable[[], None]] = []  # what else has to hold after the run
+        # What is told of it.
+        self.story: list[tuple[float, str, str, bool]] = []  # (when, who, words, fit for a transcript)
+        self.notes: list[tuple[str, str, Mapping[str, Any]]] = []  # (who, kind, fields)
+        self.stops: list[tuple[str, str]] = []  # every process that ended by itself, and its last words
+        # How the world is; cases and mischief change it.
         self.apply_ms = 20.0  # a node's time to apply one entry
-        self.coming = 0  # starts that are scheduled
-        self.gone: set[str] = set()  # nodes that go for good
+        self.gone: set[str] = set()  # processes that go for good
         self.dialled = False  # whether nodes serve each other ledger entries
         self.minded = False  # whether an operator decides which coordinator is started
         self.failing = False  # whether a process may end with code 1
+        self.excuses: dict[str, tuple[str, ...]] = {}  # words with which a process ("": any) may
+        self.invites: list[bytes] = []
+        # Who is there.
+        self.network = Network(faults, self.random, lambda: self.now)
         self.nodes: dict[str, SimNode] = {}
         for k in range(nodes):
             name = f"node-{k}"
@@ -83,8 +92,6 @@ class World:
             self.nodes[name] = SimNode(self, name, key, paces[k % len(paces)])
         self.by_key = {sim.key: sim for sim in self.nodes.values()}
         self.allowed = {sim.key: sim.name for sim in self.nodes.values()}  # the coordinator's list at start
-        self.invites: list[bytes] = []
-        self.excuses: dict[str, tuple[str, ...]] = {}  # words with which a process ("": any) may fail
         self.coordinator = SimCoordinator(self)  # the one in charge
         self.coordinators = {COORDINATOR: self.coordinator}
         for actor in self.actors:
@@ -101,6 +108,10 @@ class World:
         self.nodes[sim.name] = self.by_key[sim.key] = sim
         sim.home = self.coordinator.name
         self.start(sim, 0.0)
+
+    def excuse(self, *words: str, name: str = "") -> None:
+        """From now on a process ("": any) may end with code 1 and any of these words."""
+        self.excuses[name] = (*self.excuses.get(name, ()), *words)
 
     def excused(self, name: str, reason: str) -> bool:
         """Whether a process may end with code 1 and these words."""
