@@ -241,7 +241,9 @@ def insists(world: World, rng: random.Random) -> None:
 
 
 def silent(world: World, rng: random.Random) -> None:
-    rogues.fall_silent(world, _node(world, rng))
+    """Where somebody insists it is that one: against its word alone nobody could know better."""
+    insisting = [name for name in sorted(world.nodes) if world.nodes[name].ears]
+    rogues.fall_silent(world, insisting[0] if insisting else _node(world, rng))
 
 
 def recants(world: World, rng: random.Random) -> None:
