@@ -313,6 +313,7 @@ def _confirmed(turn: Turn, peer: bytes, message: Rederived) -> None:
         turn,
         confirmed={**proof.dispute.confirmed, message.digest: name},
         answers={**proof.dispute.answers, peer: message},
+        asked={key: when for key, when in proof.dispute.asked.items() if key != peer},
     )
     settle(turn)
 

@@ -235,8 +235,10 @@ def dialled(world: World, rng: random.Random) -> None:
 
 
 def insists(world: World, rng: random.Random) -> None:
-    """A machine whose kernel errs, in every replay too; others must be there to contradict it."""
-    if len(world.nodes) > 1:
+    """A machine whose kernel errs, in every replay too. Once it is taken away, two must be left: another
+    that errs needs somebody to contradict it.
+    """
+    if len(world.nodes) > 2:
         rogues.insist(world, rng.choice([n for n in sorted(world.nodes) if n != KEEPER]), _early(rng) / 2)
 
 

@@ -257,6 +257,18 @@ def test_who_is_silent_in_a_dispute_is_waited_for_as_long_as_replay_takes() -> N
     assert desk.state.faults[key_of("a")].count == 1
 
 
+def test_who_has_answered_is_not_sent_away_because_another_is_silent() -> None:
+    """Seed 320393: the one that had confirmed its side was, 62 s after it had been asked."""
+    desk = disputed("a", "b", "c")
+    rederived(desk, "b", RIGHT, RIGHT)
+    for _ in range(60):
+        for name in "abc":
+            desk.beat(name)
+        desk.tick(2.0)
+    assert desk.state.nodes[key_of("a")].left and not desk.state.nodes[key_of("b")].left
+    assert key_of("b") not in desk.state.faults
+
+
 def test_a_node_of_many_faults_is_not_let_in_until_the_operator_says_so() -> None:
     desk = second_round("a", "b")
     for number in range(5):

@@ -23,6 +23,7 @@ KNOWN_BAD: dict[int, str] = {
     87: "a successor of a run that had ended waited for ever, and so did a node of the dead branch",
     60195: "of two copies of a coordinator that of the lower term was kept: the simulator never saw its end",
     71710: "a node whose disk was full answered two successors: both began in one term, both signed an END",
+    320393: "a node that had confirmed its side was sent away, as another was silent in the dispute",
     68: "a torn ledger file under a running node was a fault of the simulator itself",
 }
 FIXED = range(40)
