@@ -210,16 +210,12 @@ def _long_chain(lock: Any, rounds: int) -> list[Any]:
     import random
 
     from protocol.entries import CommitBody, MemberReward, seal
-    from protocol.seeds import member_seed
     from tests import tiny
 
     draw = random.Random(0)
     entries = []
     for round in range(rounds + 1):
-        rows = tuple(
-            MemberReward(k, member_seed(lock.run_id, round, k, lock.mirrored), draw.random(), 1)
-            for k in range(lock.members)
-        )
+        rows = tuple(MemberReward(k, draw.random(), 1) for k in range(lock.members))
         body = CommitBody(lock.alpha_at(0), lock.sigma_at(0), rows)
         entries.append(
             seal(body, parent=bytes(32), term=1, nonce=bytes(8), round=round, digest=0, key=tiny.KEY)

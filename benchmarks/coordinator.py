@@ -40,25 +40,21 @@ from esnode import admin, nodeoptions
 from protocol import keys, wire, zmtp
 from protocol.entries import EntryKind, parse
 from protocol.lock import Lock
-from protocol.messages import Ack, Applied, Assign, Commit, Hello, Welcome
+from protocol.messages import Ack, Applied, Assign, Bundle, Commit, Hello, Welcome
 from protocol.seeds import member_seed
 from protocol.wire import RULE_BY_TYPE
 from tests.runs import make_folder, wait_for
 
 ROOT = Path(__file__).resolve().parent.parent
-TAG = {kind: RULE_BY_TYPE[kind].tag for kind in (Ack, Applied, Assign, Commit, Hello, Welcome)}
+TAG = {kind: RULE_BY_TYPE[kind].tag for kind in (Ack, Applied, Assign, Bundle, Commit, Hello, Welcome)}
 RESULT_TAG = 8
 REWARD = -1.0
 PATIENCE = 120.0
+NOW, MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+PACK = msgpack.Packer(use_bin_type=True).pack
 
 
-@dataclass
-class Node:
-    """One simulated node: a socket and its number in the list."""
-
-    socket: zmq.Socket[Any]
-    welcome: bool = False
-    commits: int = 0
+Spent = dict[str, float]  # processor seconds by kind of thread
 
 
 @dataclass
@@ -71,47 +67,61 @@ class Round:
     results: int = 0
     acks: int = 0
     most: float = 0.0  # nine tenths of the Acks have come
-    spent: list[float] = field(default_factory=list)  # the server's processor seconds: then, and at `heard`
+    spent: list[Spent] = field(default_factory=list)  # processor seconds: at first, at most, at heard
     commits: int = 0
     commit_bytes: int = 0
 
 
 @dataclass
 class Pool:
-    """All nodes, on one core."""
+    """All nodes, on one core: one ROUTER with a connection and a CURVE key for each of them.
+
+    A thousand sockets would have to be asked in turn whether something came; this process must not be what is
+    measured.
+    """
 
     lock: Lock
-    nodes: list[Node]
+    socket: zmq.Socket[Any]
+    size: int
     rounds: list[Round]
     digest: int
     server: int  # its process id
-    poller: zmq.Poller = field(default_factory=zmq.Poller)
     height: int = 0
     tip: bytes = b""
-    go: bool = False  # until then Assigns are kept
-    kept: list[tuple[Node, list[int], bytes]] = field(default_factory=list)
+    open: int = 0  # rounds whose Assigns are answered; those of later ones are kept
+    kept: list[tuple[bytes, list[int], bytes]] = field(default_factory=list)
+    welcome: set[bytes] = field(default_factory=set)
     raw: bytes = b""  # the newest commit's frame: the same for all
+    applied: bytes = b""  # and what all say to it
 
-    def __post_init__(self) -> None:
-        self.by_socket = {node.socket: node for node in self.nodes}
-        for node in self.nodes:
-            self.poller.register(node.socket, zmq.POLLIN)
+    def processor_seconds(self) -> Spent:
+        """Of the server and of this process, so far."""
+        mine, server = processor_seconds(os.getpid()), processor_seconds(self.server)
+        return {**server, "nodes": sum(mine.values())}
 
     def pump(self) -> None:
         """Read what waits and answer it."""
-        for socket, _ in self.poller.poll(1000):
-            node = self.by_socket[socket]
-            while True:
-                try:
-                    frame = socket.recv(zmq.NOBLOCK)
-                except zmq.Again:
-                    break
-                self.hear(node, frame)
+        if not self.socket.poll(1000):
+            return
+        while True:
+            try:
+                node, frame = self.socket.recv(NOW), self.socket.recv(NOW)
+            except zmq.Again:
+                return
+            self.hear(node, frame)
 
-    def hear(self, node: Node, frame: bytes) -> None:
+    def send(self, node: bytes, frame: bytes) -> None:
+        """One message of a node."""
+        self.socket.send(node, MORE)
+        self.socket.send(frame, NOW)
+
+    def hear(self, node: bytes, frame: bytes) -> None:
         """One message: results go out for Assigns, Applied for commits."""
         tag = frame[1]
-        if tag == TAG[Assign]:
+        if tag == TAG[Bundle]:
+            for inner in msgpack.unpackb(frame)[1]:
+                self.hear(node, inner)
+        elif tag == TAG[Assign]:
             self.answer(node, *msgpack.unpackb(frame)[1:3])
         elif tag == TAG[Ack]:
             _, unit, verdict = msgpack.unpackb(frame)
@@ -122,35 +132,34 @@ class Pool:
             round.acked = time.perf_counter()
             if round.acks == self.lock.members * 9 // 10:
                 round.most = round.acked
-                round.spent.append(processor_seconds(self.server))
+                round.spent.append(self.processor_seconds())
         elif tag == TAG[Commit]:
             self.learn(node, frame)
         elif tag == TAG[Welcome]:
-            node.welcome = True
+            self.welcome.add(node)
 
-    def answer(self, node: Node, unit: list[int], parent: bytes) -> None:
+    def answer(self, node: bytes, unit: list[int], parent: bytes) -> None:
         """A Result, packed by hand: this core must not be slower than the other."""
-        if not self.go:
+        if unit[0] >= self.open:
             return self.kept.append((node, unit, parent))
-        if unit[0] == len(self.rounds):
-            return None  # the measurement is over
         round = self.rounds[unit[0]]
         seed = member_seed(self.lock.run_id, unit[0], unit[2], self.lock.mirrored)
         sums = [REWARD - unit[2] / 1e4] * (unit[4] - unit[3] + 1)
         fields = [RESULT_TAG, unit, seed, sums, parent, self.digest, 0, 0, 9, [1, 2, 3], b"evidence", 0]
         if not round.first:
             round.first = time.perf_counter()
-            round.spent.append(processor_seconds(self.server))
+            round.spent.append(self.processor_seconds())
         round.results += 1
-        node.socket.send(msgpack.packb(fields, use_bin_type=True))
+        self.send(node, PACK(fields))
 
     def begin(self) -> None:
-        """Answer what has been kept."""
-        self.go = True
-        for kept in self.kept:
-            self.answer(*kept)
+        """Answer what has been kept of one more round."""
+        self.open += 1
+        kept, self.kept = self.kept, []
+        for one in kept:
+            self.answer(*one)
 
-    def learn(self, node: Node, frame: bytes) -> None:
+    def learn(self, node: bytes, frame: bytes) -> None:
         """An entry of the ledger; after a commit every node says the same D."""
         if frame != self.raw:
             commit = wire.decode(frame, "coordinator")
@@ -160,24 +169,23 @@ class Pool:
             self.kind, self.closed = entry.kind, entry.round
             if entry.kind is EntryKind.COMMIT:
                 self.digest += 1
+                self.applied = wire.encode(Applied(self.height, self.tip[:8], self.digest, 1))
         if self.kind is EntryKind.COMMIT:
             round = self.rounds[self.closed]
             round.commits += 1
             round.heard = time.perf_counter()
-            if round.commits == len(self.nodes):
-                round.spent.append(processor_seconds(self.server))
+            if round.commits == self.size:
+                round.spent.append(self.processor_seconds())
             round.commit_bytes = zmtp.wire_size(len(frame), True)
-            node.socket.send(wire.encode(Applied(self.height, self.tip[:8], self.digest, 1)))
+            self.send(node, self.applied)
 
 
-def connect(context: zmq.Context[Any], address: str, server: bytes, secret: bytes) -> zmq.Socket[Any]:
-    """A node's socket."""
-    dealer: zmq.Socket[Any] = context.socket(zmq.DEALER)
-    dealer.linger = 0
-    dealer.curve_serverkey = server
-    dealer.curve_secretkey, dealer.curve_publickey = secret, keys.curve_public(secret)
-    dealer.connect(address)
-    return dealer
+def connect(socket: zmq.Socket[Any], address: str, server: bytes, name: bytes, secret: bytes) -> None:
+    """A node's connection: libzmq takes the options as they are at that moment."""
+    socket.curve_serverkey = server
+    socket.curve_secretkey, socket.curve_publickey = secret, keys.curve_public(secret)
+    socket.setsockopt(zmq.CONNECT_ROUTING_ID, name)
+    socket.connect(address)
 
 
 def hello(lock: Lock, name: str) -> Hello:
@@ -193,10 +201,13 @@ def memory(pid: int) -> tuple[float, float]:
     return int(found["VmRSS"]) / 1024, int(found["VmHWM"]) / 1024
 
 
-def processor_seconds(pid: int) -> float:
-    """User and system seconds of a process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def processor_seconds(pid: int) -> dict[str, float]:
+    """Processor seconds of a process so far: of libzmq's threads and of all others, which are Python's."""
+    spent = {"python": 0.0, "libzmq": 0.0}
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        kind = "libzmq" if (thread / "comm").read_text().startswith("ZMQ") else "python"
+        spent[kind] += int((thread / "schedstat").read_text().split()[0]) / 1e9
+    return spent
 
 
 def measure(folder: Path, nodes: int, members: int, rounds: int, cores: list[int]) -> dict[str, Any]:
@@ -220,11 +231,12 @@ def measure(folder: Path, nodes: int, members: int, rounds: int, cores: list[int
         server = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=log)
     try:
         os.sched_setaffinity(server.pid, {cores[0]})
+        if os.environ.get("BATCHED"):
+            os.sched_setscheduler(server.pid, os.SCHED_BATCH, os.sched_param(0))
         os.sched_setaffinity(0, {cores[-1]})
         address = wait_for(lambda: _address(folder), 20)
         key = nodeoptions.pinned_key(folder)
         with zmq.Context() as context:
-            context.set(zmq.MAX_SOCKETS, nodes + 100)
             found = _run(context, folder, address, key, secrets, lock, rounds, server.pid)
             context.destroy(linger=0)
         return found
@@ -252,25 +264,30 @@ def _run(
     pid: int,
 ) -> dict[str, Any]:
     """Connect, train `rounds` rounds, and look."""
+    socket = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    socket.linger = socket.sndhwm = socket.rcvhwm = 0
     began = time.perf_counter()
-    nodes = [Node(connect(context, address, key, secret)) for secret in secrets.values()]
-    pool = Pool(lock, nodes, [Round() for _ in range(rounds)], lock.digest, pid)
-    for node, name in zip(nodes, secrets, strict=True):
-        node.socket.send(wire.encode(hello(lock, name)))
-    _until(pool, lambda: all(node.welcome for node in nodes), "every node is welcome")
+    pool = Pool(lock, socket, len(secrets), [Round() for _ in range(rounds)], lock.digest, pid)
+    for name, secret in secrets.items():
+        connect(socket, address, key, name.encode(), secret)
+        pool.send(name.encode(), wire.encode(hello(lock, name)))
+    _until(pool, lambda: len(pool.welcome) == pool.size, "every node is welcome")
     connected = time.perf_counter() - began
-    units = min(2 * len(nodes), lock.members)
-    _until(pool, lambda: len(pool.kept) >= units, "all hold work")
-    ready = time.perf_counter() - began - connected
-    pool.begin()
+    units = min(2 * pool.size, lock.members)
+    resting, _ = memory(pid)
+    ready = 0.0
     for number, round in enumerate(pool.rounds):
-        _until(pool, lambda round=round: round.commits == len(nodes), f"commit {number} is with everybody")  # type: ignore[misc]
+        _until(pool, lambda: len(pool.kept) >= units, "all hold work")
+        ready = ready or time.perf_counter() - began - connected
+        pool.begin()
+        _until(pool, lambda round=round: round.commits == pool.size, f"commit {number} is with everybody")  # type: ignore[misc]
     resident, peak = memory(pid)
     wire_counts = admin.ask(folder, "status")["wire"]
     nine_tenths = lock.members * 9 // 10
     rates = [nine_tenths / (round.most - round.first) for round in pool.rounds]
     return {
-        "nodes": len(nodes),
+        "nodes": pool.size,
         "members": lock.members,
         "chunks": lock.chunk_count(0),
         "connect_seconds": round_to(connected),
@@ -280,12 +297,20 @@ def _run(
         "commit_seconds": [round_to(one.heard - one.acked) for one in pool.rounds],
         "commit_bytes": pool.rounds[-1].commit_bytes,
         "round_seconds": [round_to(one.heard - one.first) for one in pool.rounds],
+        "resting_mb": round_to(resting),
         "resident_mb": round_to(resident),
         "peak_mb": round_to(peak),
-        "server_us_per_result": [
-            int(1e6 * (one.spent[1] - one.spent[0]) / nine_tenths) for one in pool.rounds
+        "us_per_result": [
+            {
+                kind: int(1e6 * (one.spent[1][kind] - one.spent[0][kind]) / nine_tenths)
+                for kind in one.spent[0]
+            }
+            for one in pool.rounds
         ],
-        "server_seconds_of_commit": [round_to(one.spent[2] - one.spent[1]) for one in pool.rounds],
+        "seconds_of_commit": [
+            {kind: round_to(one.spent[2][kind] - one.spent[1][kind]) for kind in one.spent[0]}
+            for one in pool.rounds
+        ],
         "dropped": wire_counts["dropped"],
         "load_average": os.getloadavg()[0],
     }

@@ -66,7 +66,6 @@ def build(folder: Path, model: str, members: int, rounds: int, threads: int) -> 
     from esnode.folder import RunFolder
     from esnode.state import State
     from esnode.tell import silent
-    from protocol import seeds
     from protocol.entries import Admission, CommitBody, LockBody, MemberReward, RosterBody, seal
     from protocol.ledger import Chain
 
@@ -88,10 +87,7 @@ def build(folder: Path, model: str, members: int, rounds: int, threads: int) -> 
     add(LockBody(lock.to_bytes()))
     add(RosterBody((Admission(0, bytes(31) + b"1", "first"),)))
     for round_ in range(rounds):
-        rewards = tuple(
-            MemberReward(k, seeds.member_seed(lock.run_id, round_, k, lock.mirrored), -draw.random(), 0)
-            for k in range(members)
-        )
+        rewards = tuple(MemberReward(k, -draw.random(), 0) for k in range(members))
         state.apply([add(CommitBody(lock.alpha_at(round_), lock.sigma_at(round_), rewards))])
         print(f"round {round_ + 1}", file=sys.stderr)
     journal = Journal(folder / "coordinator" / "journal.sqlite", lock.run_id)

@@ -69,14 +69,15 @@ class Case(msgspec.Struct, frozen=True):
 
     def with_reference(self, half: Half) -> Case:
         """One more member on the same prompts, on the side it belongs to, if there is room."""
-        mine, theirs = self.mine, self.theirs
-        same = (half.unit.first, half.unit.last) == (self.first.unit.first, self.first.unit.last)
-        known = any(half.unit.member == other.unit.member for other in self.halves)
-        if not same or known or half.unit.round != self.round:
+        mine, theirs, unit, audited = self.mine, self.theirs, half.unit, self.first.unit
+        same = half.key == self.first.key
+        if len(mine if same else theirs) >= REFERENCES:
             return self
-        if half.key == self.first.key:
-            return self if len(mine) >= REFERENCES else replace(self, mine=(*mine, half))
-        return self if len(theirs) >= REFERENCES else replace(self, theirs=(*theirs, half))
+        if (unit.round, unit.first, unit.last) != (self.round, audited.first, audited.last):
+            return self
+        if any(unit.member == other.unit.member for other in self.halves):
+            return self
+        return replace(self, mine=(*mine, half)) if same else replace(self, theirs=(*theirs, half))
 
 
 class Audits(msgspec.Struct, frozen=True):
@@ -103,10 +104,8 @@ class Audits(msgspec.Struct, frozen=True):
 
     def wanting(self, key: bytes) -> list[Case]:
         """Cases that a result of this node might be a reference of."""
-        part = self.of.get(key)
-        if not part and not self.hungry:
-            return []
-        numbers = sorted({*self.hungry, *(part or ())})
+        part = self.of.get(key, ())
+        numbers = sorted({*self.hungry, *part}) if self.hungry else sorted(part)
         return [case for case in map(self.by_number.__getitem__, numbers) if not case.second]
 
     def begun(self, case: Case) -> Audits:

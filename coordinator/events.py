@@ -46,6 +46,7 @@ class Received(msgspec.Struct, frozen=True):
     now: float
     peer: bytes
     message: Message
+    size: int = 0  # bytes it took on the wire, for those who read about the run
 
 
 class OpsChanged(msgspec.Struct, frozen=True):
@@ -148,8 +149,8 @@ class EntryAppended(msgspec.Struct, frozen=True):
     raw: bytes
 
 
-class ResultAccepted(msgspec.Struct, frozen=True):
-    """`evaluator` is the roster number."""
+class ResultAccepted(msgspec.Struct, frozen=True, array_like=True):
+    """`evaluator` is the roster number. The journal keeps it as the array it is."""
 
     evaluator: int
     result: Result

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -19,17 +19,19 @@ from zmq.utils.monitor import parse_monitor_message
 from coordinator import sockets
 from coordinator.counts import Counts
 from coordinator.enrolment import Guests
+from coordinator.events import Received
 from coordinator.holders import Holders
 from coordinator.limits import FETCHER, GREETER, NEWCOMER, NODE, Limits
 from protocol import wire, zmtp
 from protocol.errors import UserError
 from protocol.keys import KEY_BYTES
-from protocol.messages import BlobAsk, Enrol, Enrolled, Fetch, Hello, Message, Refuse, Rehello
+from protocol.messages import BlobAsk, Bundle, Enrol, Enrolled, Fetch, Hello, Message, Refuse, Rehello
 
 UNKNOWN = "unknown"  # the peer of a refusal when no admitted key was proved
 SHARED_BYTES = 1024  # a larger body is not copied per peer
 NEWCOMERS = "newcomers"  # the peers behind invites
 _NOW, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # flags of an enum take microseconds to join
+_IN_BUNDLE = 2  # bytes that a message costs there besides its own
 _KEYS = 8192  # spelled keys remembered
 _PENDING_NEWCOMERS = 4096  # connections that wait for the answer to an Enrol: for one turn of the server
 _MANY_PARTS = (
@@ -43,14 +45,6 @@ log = logging.getLogger(__name__)
 
 class BindError(UserError):
     """The address cannot be listened on; the sentence says why."""
-
-
-class Delivery(NamedTuple):
-    """One accepted message: the holder of which key sent it, and how many bytes it took on the wire."""
-
-    peer: bytes
-    message: Message
-    size: int
 
 
 class Gate:
@@ -70,8 +64,9 @@ class Gate:
         self._fetches = Limits(FETCHER)
         self._now = 0.0
         self._keys: dict[Any, bytes] = {}  # User-Id -> the key it spells
+        self._waiting: dict[bytes, list[bytes]] = {}  # route -> frames that leave with `flush`
         self._last: tuple[Message, bytes] | None = None
-        self._shared: zmq.Frame | None = None  # the body of `_last` when it is large: one copy for all peers
+        self._shared: tuple[bytes, zmq.Frame] | None = None  # a large frame: one copy for all peers
         self._zap = context.socket(zmq.REP)
         self._zap.linger = 0
         self._zap.bind("inproc://zeromq.zap.01")
@@ -110,27 +105,28 @@ class Gate:
             raise BindError(sockets.why_not_bound(address, error)) from error
         return str(self._router.getsockopt_string(zmq.LAST_ENDPOINT))
 
-    def receive(self, limit: int) -> list[Delivery]:
+    def receive(self, limit: int) -> list[Received]:
         """Every acceptable message that waits, at most `limit` frames looked at."""
         self._now = time.monotonic()
         self._answer_zap()
         self._read_monitor()
         accepted = []
+        receive, admit = self._router.recv, self._admit
         for _ in range(limit):
             try:
-                frames = self._frames()
+                route = receive(_NOW)
             except zmq.Again:
                 break
-            delivery = self._admit(frames)
-            if delivery:
-                accepted.append(delivery)
+            event = admit(route, receive(_NOW, copy=False))
+            if event is not None:
+                accepted.append(event)
         return accepted
 
     def send(self, peer: bytes, message: Message) -> int:
-        """Queue a message for the connection that last said Hello with this key.
+        """Keep a message for the connection that last said Hello with this key: it leaves with `flush`.
 
         The answer to an Enrol goes to the connection that asked for this key. Returns the bytes the message
-        takes on the wire, 0 when it was dropped.
+        takes on the wire, 0 when there is nobody to send it to.
         """
         address = None
         if self._newcomers and isinstance(message, (Enrolled, Refuse)):
@@ -139,7 +135,21 @@ class Gate:
         if address is None:
             self.counts.dropped[type(message).__name__] += 1
             return 0
-        return self._send_to(address, message)
+        frame = self._encode(message)
+        waiting = self._waiting.get(address)
+        if waiting is None:
+            self._waiting[address] = [frame]
+            return zmtp.wire_size(len(frame), self._encrypted)
+        waiting.append(frame)
+        return len(frame) + _IN_BUNDLE
+
+    def flush(self) -> None:
+        """Send what was kept: to each connection in as few frames as can be."""
+        waiting, self._waiting = self._waiting, {}
+        for route, frames in waiting.items():
+            for group in (frames,) if len(frames) == 1 else wire.bundles(frames):
+                self._send_frames(route, group)
+        self._shared = None
 
     def close(self, farewell: bool) -> None:
         """Close; with `farewell`, give what was sent last a moment to be read.
@@ -155,29 +165,25 @@ class Gate:
 
     # ------------------------------------------------------------ one message
 
-    def _frames(self) -> list[zmq.Frame]:
-        """One message's parts, the sender's route first; zmq.Again when none waits."""
-        frames = [self._router.recv(_NOW, copy=False)]
-        while frames[-1].more:
-            frames.append(self._router.recv(_NOW, copy=False))
-        return frames
-
-    def _admit(self, frames: list[zmq.Frame]) -> Delivery | None:
-        route = frames[0].bytes
-        peer = self._key_of(frames)
+    def _admit(self, route: bytes, part: zmq.Frame) -> Received | None:
+        """What came from a connection, if it is to be heard. `part`: the first after the route."""
+        peer = self._key_of(route, part)
+        body, more = part.bytes, part.more
+        size = zmtp.wire_size(len(body), self._encrypted)
+        while more:  # of more than one part nothing is kept
+            rest = self._router.recv(_NOW, copy=False)
+            size, more = size + len(rest), rest.more
         if peer is None:
             self.counts.refuse(UNKNOWN, "no key")
             return None
         name = self._name_of(peer)
-        reason = self._barred(peer) or self._too_much(peer, frames)
+        reason = self._barred(peer) or self._limits[peer in self.guests.allowed].spend(peer, size, self._now)
         if reason:
             self.counts.refuse(name, reason)
             return None
-        if len(frames) != 2:  # size limits hold per part, so many parts are a way around them
+        if part.more:  # size limits hold per part, so many parts are a way around them
             self._shut(peer, name, route)
             return None
-        body = frames[1].bytes
-        size = zmtp.wire_size(len(body), self._encrypted)
         try:
             message = wire.decode(body, "node")
         except wire.MalformedMessage as error:
@@ -186,9 +192,9 @@ class Gate:
             self.counts.refuse(name, "oversized" if oversized else "malformed")
             return None
         self.counts.bytes_in[type(message).__name__] += size
-        if not self._may_say(peer, name, route, message, frames):
+        if not self._may_say(peer, name, route, message, part):
             return None
-        return Delivery(peer, message, size)
+        return Received(self._now, peer, message, size)
 
     def _name_of(self, peer: bytes) -> str:
         return self.guests.allowed.get(peer) or (NEWCOMERS if peer in self.guests.invites else UNKNOWN)
@@ -201,10 +207,6 @@ class Gate:
             return ""
         return "revoked key" if peer in self.guests.revoked else "not on the list"
 
-    def _too_much(self, peer: bytes, frames: list[zmq.Frame]) -> str:
-        size = sum(len(frame) for frame in frames)
-        return self._limits[peer in self.guests.allowed].spend(peer, size, self._now)
-
     def _shut(self, peer: bytes, name: str, route: bytes) -> None:
         """Bar a key for good, and tell the sender as well as the node that uses it, if they differ."""
         self.counts.refuse(name, "more than one part")
@@ -213,9 +215,7 @@ class Gate:
         for address in {route, self._holders.drop(peer) or route}:
             self._send_to(address, Refuse(_MANY_PARTS))
 
-    def _may_say(
-        self, peer: bytes, name: str, route: bytes, message: Message, frames: list[zmq.Frame]
-    ) -> bool:
+    def _may_say(self, peer: bytes, name: str, route: bytes, message: Message, part: zmq.Frame) -> bool:
         if peer in self.guests.invites:
             return self._from_newcomer(route, message)
         if isinstance(message, Enrol):  # its answer would go to another key's connection
@@ -228,7 +228,7 @@ class Gate:
             if self._hellos.spend(peer, 0, self._now):
                 self.counts.refuse(name, "too many Hellos")
                 return False
-            return self._on_hello(peer, name, route, _origin(frames))
+            return self._on_hello(peer, name, route, _origin(part))
         if self._holders.route(peer) != route:
             self.counts.refuse(name, "before Hello")  # usual after a reconnect
             self._send_to(route, Rehello())
@@ -258,12 +258,11 @@ class Gate:
                 log.warning("%s: %s", name, refusal)
         return not refusal
 
-    def _key_of(self, frames: list[zmq.Frame]) -> bytes | None:
+    def _key_of(self, route: bytes, part: zmq.Frame) -> bytes | None:
         if not self._encrypted:
-            route = frames[0].bytes
             return route[1:] if len(route) == 1 + KEY_BYTES and route[:1] == zmtp.PLAIN_PREFIX else None
         try:
-            user = frames[-1].get("User-Id")
+            user = part.get("User-Id")
             key = self._keys.get(user)
             if key is None:
                 key = bytes.fromhex(str(user))
@@ -276,28 +275,39 @@ class Gate:
 
     def _encode(self, message: Message) -> bytes:
         if self._last is None or self._last[0] is not message:  # a commit goes to everybody: encode it once
-            body = wire.encode(message)
-            self._last = (message, body)
-            self._shared = zmq.Frame(body) if len(body) > SHARED_BYTES else None
+            self._last = (message, wire.encode(message))
         return self._last[1]
 
     def _send_to(self, route: bytes, message: Message) -> int:
-        kind = type(message).__name__
-        body = self._encode(message)
+        """Send to a connection at once; the bytes on the wire, 0 when it is gone or takes nothing more."""
+        return self._send_frames(route, (self._encode(message),))
+
+    def _send_frames(self, route: bytes, frames: Sequence[bytes]) -> int:
+        """Messages that go together; their bytes on the wire, 0 when they were dropped."""
+        frame = frames[0] if len(frames) == 1 else wire.encode(Bundle(tuple(frames)))
         try:
             self._put(route, _MORE)
-            if self._shared is None:
-                self._put(body, _NOW)
+            if len(frame) > SHARED_BYTES:
+                self._router.send(self._share(frame), _NOW, copy=False)
             else:
-                self._router.send(self._shared, _NOW, copy=False)
+                self._put(frame, _NOW)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise
-            self.counts.dropped[kind] += 1
+            self.counts.dropped.update(map(wire.kind_of, frames))
             return 0
-        size = zmtp.wire_size(len(body), self._encrypted)
-        self.counts.bytes_out[kind] += size
+        size = left = zmtp.wire_size(len(frame), self._encrypted)
+        out = self.counts.bytes_out
+        for inner in frames[1:]:
+            out[wire.kind_of(inner)] += len(inner) + _IN_BUNDLE
+            left -= len(inner) + _IN_BUNDLE
+        out[wire.kind_of(frames[0])] += left
         return size
+
+    def _share(self, frame: bytes) -> zmq.Frame:
+        if self._shared is None or self._shared[0] is not frame:
+            self._shared = (frame, zmq.Frame(frame))
+        return self._shared[1]
 
     # ------------------------------------------------------------ connections
 
@@ -330,9 +340,9 @@ class Gate:
                     self.counts.refuse(UNKNOWN, reason)
 
 
-def _origin(frames: list[zmq.Frame]) -> str:
+def _origin(part: zmq.Frame) -> str:
     """The network address a message came from, as libzmq saw it."""
     try:
-        return str(frames[-1].get("Peer-Address"))
+        return str(part.get("Peer-Address"))
     except zmq.ZMQError:
         return "?"

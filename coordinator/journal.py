@@ -12,6 +12,7 @@ import os
 import sqlite3
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 
 import msgspec
@@ -33,14 +34,14 @@ from coordinator.events import (
     UnitFailed,
 )
 from protocol.errors import UserError
-from protocol.messages import Result, Unit
+from protocol.messages import Unit
 
 VERSION = 1
 _APPLICATION = 0x65736E64  # "esnd": tells our files from other SQLite files
 _BUSY_SECONDS = 2.0  # a predecessor that is just exiting still holds the lock for a moment
 _MAX_ROUND = 2**63 - 1  # SQLite integers are signed; the record itself keeps the full value
 
-_TERM, _ENTRY, _RESULT, _FAILED, _INVITE, _ALLOWED, _REVOKED = range(7)
+_TERM, _ENTRY, _RESULTS, _FAILED, _INVITE, _ALLOWED, _REVOKED = range(7)
 _FAULT, _SECRET, _AUDIT = 7, 8, 9
 _AMEND = 14
 _TERM_SEEN, _RECOVERY = 10, 11
@@ -56,11 +57,25 @@ class JournalError(UserError):
     """The journal cannot be opened, read or written; the sentence says which and what to do."""
 
 
+def rows_of(records: Iterable[Record]) -> Iterator[tuple[int, int | None, int, bytes]]:
+    """(kind, round of results or a failure or None, CRC-32 of the body, msgpack body) as stored.
+
+    Results of one round that follow each other share a row: nearly all records are some.
+    """
+    for round_, run in groupby(records, _round_of_result):
+        found = [*run]
+        stored = map(encode, found) if round_ is None else [(_RESULTS, round_, _PACK(found))]
+        for kind, number, body in stored:
+            yield kind, number, zlib.crc32(body), body
+
+
+def _round_of_result(record: Record) -> int | None:
+    return min(record.result.unit.round, _MAX_ROUND) if isinstance(record, ResultAccepted) else None
+
+
 def encode(record: Record) -> tuple[int, int | None, bytes]:
-    """(kind, round of a result or failure or None, msgpack body) as stored."""
+    """(kind, round of a failure or None, msgpack body) of a record that is no result."""
     pack = _PACK
-    if isinstance(record, ResultAccepted):  # nearly every record is one: not to be looked for by the match
-        return _RESULT, min(record.result.unit.round, _MAX_ROUND), pack((record.evaluator, record.result))
     match record:
         case TermTaken(term, nonce):
             return _TERM, None, pack((term, nonce))
@@ -86,12 +101,13 @@ def encode(record: Record) -> tuple[int, int | None, bytes]:
             return _RECOVERY, None, pack((open, height, key))
         case Audited(first, second, sums, faults, quarantine):
             return _AUDIT, None, pack((first, second, sums, faults, quarantine))
+    raise AssertionError("results are stored together")
 
 
 _PACK = msgspec.msgpack.Encoder().encode
 _TERM_READER = msgspec.msgpack.Decoder(tuple[int, bytes])
 _ENTRY_READER = msgspec.msgpack.Decoder(tuple[int, bytes])
-_RESULT_READER = msgspec.msgpack.Decoder(tuple[int, Result])
+_RESULTS_READER = msgspec.msgpack.Decoder(tuple[ResultAccepted, ...])
 _FAILED_READER = msgspec.msgpack.Decoder(tuple[int, Unit, str])
 _INVITE_READER = msgspec.msgpack.Decoder(tuple[int, bytes, int, int])
 _ALLOWED_READER = msgspec.msgpack.Decoder(tuple[bytes, str, int])
@@ -106,14 +122,16 @@ _AUDIT_READER = msgspec.msgpack.Decoder(
 )
 
 
-def decode(kind: int, body: bytes) -> Record:
-    """The record again. ValueError (msgspec's included) when the bytes are none of ours."""
+def decode(kind: int, body: bytes) -> Sequence[Record]:
+    """The records of a row again. ValueError (msgspec's included) when the bytes are none of ours."""
+    return _RESULTS_READER.decode(body) if kind == _RESULTS else (_decoded(kind, body),)
+
+
+def _decoded(kind: int, body: bytes) -> Record:
     if kind == _TERM:
         return TermTaken(*_TERM_READER.decode(body))
     if kind == _ENTRY:
         return EntryAppended(*_ENTRY_READER.decode(body))
-    if kind == _RESULT:
-        return ResultAccepted(*_RESULT_READER.decode(body))
     if kind == _FAILED:
         return UnitFailed(*_FAILED_READER.decode(body))
     if kind == _INVITE:
@@ -196,10 +214,7 @@ class Journal:
         """Store all records in one transaction; on return they are on the disk."""
         if not records:
             return
-        rows = []
-        for record in records:
-            kind, round_, body = encode(record)
-            rows.append((kind, round_, zlib.crc32(body), body))
+        rows = [*rows_of(records)]
         with self._explained():
             self._db.execute("BEGIN IMMEDIATE")
             try:
@@ -223,12 +238,12 @@ class Journal:
                 try:
                     if zlib.crc32(body) != crc:
                         raise ValueError("checksum")
-                    record = decode(kind, body)
+                    found = decode(kind, body)
                 except (ValueError, TypeError) as error:
                     raise JournalError(
                         f"{self.path} is damaged at record {seq} ({error}); restore it from a copy"
                     ) from error
-                yield record
+                yield from found
 
     def close(self) -> None:
         """Fold the write-ahead log into the file and let go of it."""

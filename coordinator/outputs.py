@@ -11,19 +11,18 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from coordinator.events import Note
+from coordinator.events import Note, ResultAccepted
 from coordinator.limits import Limits, Rate
 from protocol import logfile
 from protocol.errors import UserError
 
 METRIC_NOTES = frozenset({"commit", "score", "end"})
-UNIT_NOTES = frozenset({"unit"})
 # Log lines of one kind about one node: what it says 2,000 times a second must not fill the disk.
 LINES = Rate(2, 100, 1, 1)
 _ENCODER = msgspec.json.Encoder(enc_hook=str)
@@ -31,8 +30,24 @@ _LEVELS = {
     "dispute": logging.ERROR,
     "refused": logging.WARNING,
     "failed": logging.WARNING,
-    "unit": logging.DEBUG,
 }
+
+
+class UnitLine(msgspec.Struct):
+    """A line of units.jsonl: one accepted result. `kind` is the unit's, `bytes` go by message type."""
+
+    kind: int
+    time: float
+    round: int
+    member: int
+    first: int
+    last: int
+    node: str
+    tokens: int
+    times: tuple[int, int, int]
+    sums: tuple[float, ...]
+    floored: int
+    bytes: dict[str, int]
 
 
 class OutputError(UserError):
@@ -50,10 +65,10 @@ class JsonLines:
         except OSError as error:
             raise OutputError(_sentence(path, error)) from error
 
-    def write(self, row: Mapping[str, Any]) -> None:
-        """Append one object; it is in the file after the next `flush`. OutputError when the disk refuses."""
+    def write(self, rows: Sequence[Any]) -> None:
+        """Append objects; they are in the file after the next `flush`. OutputError when the disk refuses."""
         with self._explained():
-            self._file.write(_ENCODER.encode(row) + b"\n")
+            self._file.write(_ENCODER.encode_lines(rows))
 
     def flush(self) -> None:
         """Hand what was written to the system; OutputError when the disk refuses."""
@@ -93,6 +108,7 @@ class Outputs:
         """`folder` is the run's."""
         self._metrics = JsonLines(folder / "metrics.jsonl")
         self._units = JsonLines(folder / "units.jsonl")
+        self._accepted: list[UnitLine] = []
         self._log = log
         self._lines = Limits(LINES)
         self._left_out: Counter[bytes] = Counter()
@@ -100,13 +116,31 @@ class Outputs:
     def note(self, note: Note, **extra: Any) -> None:
         """Write one note; `extra` fields (bytes by message type) join those of the core."""
         row = {"kind": note.kind, "time": round(time.time(), 3), **note.fields, **extra}
-        if note.kind in UNIT_NOTES:
-            self._units.write(row)
-        elif note.kind in METRIC_NOTES:
-            self._metrics.write(row)
+        if note.kind in METRIC_NOTES:
+            self._metrics.write([row])
         level = _LEVELS.get(note.kind, logging.INFO)
         if self._log.isEnabledFor(level):
             self._say(level, note)
+
+    def unit(self, record: ResultAccepted, node: str, sizes: dict[str, int]) -> None:
+        """Write one accepted result. `node`: its evaluator's name; `sizes`: bytes by message type."""
+        result, unit = record.result, record.result.unit
+        self._accepted.append(
+            UnitLine(
+                unit.kind,
+                round(time.time(), 3),
+                unit.round,
+                unit.member,
+                unit.first,
+                unit.last,
+                node,
+                result.tokens,
+                result.times,
+                result.sums,
+                result.floored,
+                sizes,
+            )
+        )
 
     def _say(self, level: int, note: Note) -> None:
         """A line of the log, unless too many of its kind were about this node."""
@@ -120,6 +154,9 @@ class Outputs:
 
     def flush(self) -> None:
         """Hand the lines written so far to the system."""
+        if self._accepted:
+            self._units.write(self._accepted)
+            self._accepted = []
         self._metrics.flush()
         self._units.flush()
 

@@ -105,8 +105,9 @@ def put(round: Round, unit: Unit, cells: Cells) -> Round:
     if cells.free:
         if k < round.cursor:
             round.cursor = k
-    elif k == round.cursor:
-        round.cursor = next((m for m in range(k + 1, len(members)) if members[m].free), len(members))
+    else:
+        while round.cursor < len(members) and not members[round.cursor].free:
+            round.cursor += 1
     return round
 
 
@@ -309,7 +310,6 @@ def commit_body(chain: Chain, round: Round, close: Closing) -> CommitBody:
     rows = tuple(
         MemberReward(
             k,
-            member_seed(lock.run_id, round.number, k, lock.mirrored),
             _total(round.members[k]) / lock.per_round,
             _evaluator(lock, round.members[k]),
         )

@@ -35,6 +35,7 @@ from coordinator.events import (
     Received,
     Recovery,
     RelayOpened,
+    ResultAccepted,
     Send,
     Started,
     Stop,
@@ -55,7 +56,7 @@ from protocol.entries import EntryKind
 from protocol.entries import parse as parse_entry
 from protocol.errors import UserError
 from protocol.keys import curve_public
-from protocol.messages import Ack, Assign, Result, Unit
+from protocol.messages import Ack, Assign, Unit
 
 TICK_SECONDS = 0.25
 BATCH = 512  # frames per turn: one flush for all of them
@@ -115,8 +116,7 @@ class Server:
         for socket in (*self._gate.sockets, self._admin.socket):
             self._poller.register(socket, zmq.POLLIN)
         self._relay = RelayChild(setup.folder, "" if plain else relay, log, relay_mbit)
-        self._unit_bytes: dict[tuple[bytes, Unit], int] = {}
-        self._sizes: dict[int, int] = {}
+        self._assigned: dict[tuple[bytes, Unit], int] = {}  # bytes of each Assign, until its result is in
         self._reported: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
         self._stop_reason: str | None = None
         self._stopped: Stop | None = None
@@ -165,7 +165,7 @@ class Server:
         while self._stopped is None:
             self._poller.poll(max(0, int((next_tick - time.monotonic()) * 1000)))
             now = time.monotonic()
-            events = self._received(now)
+            events: list[Event] = [*self._gate.receive(BATCH)]
             self._admin.serve()
             if self._scrape is not None:
                 self._scrape.feed(self._status)
@@ -175,15 +175,6 @@ class Server:
             self._process(events)
         self._log.info("stopped: %s", self._stopped.reason)
         return self._stopped.code
-
-    def _received(self, now: float) -> list[Event]:
-        events: list[Event] = []
-        self._sizes.clear()
-        for delivery in self._gate.receive(BATCH):
-            event = Received(now, delivery.peer, delivery.message)
-            self._sizes[id(event)] = delivery.size
-            events.append(event)
-        return events
 
     def _ticked(self, now: float) -> list[Event]:
         events: list[Event] = [Tick(now, time.time())]
@@ -206,6 +197,7 @@ class Server:
         self._ledger = heir.extend(self._ledger, records)
         for event, effects in zip(events, caused, strict=True):
             self._perform(event, effects)
+        self._gate.flush()
         self._outputs.flush()
         if self._state.guests is not self._gate.guests:  # now: whoever was put out has been told
             self._gate.admit(self._state.guests)
@@ -213,17 +205,21 @@ class Server:
             self._prune(raw)
 
     def _perform(self, event: Event, effects: Sequence[Effect]) -> None:
-        acked = 0
+        sizes: dict[str, int] = {}
         for effect in effects:
             if isinstance(effect, Send):
-                message = effect.message
-                size = self._gate.send(effect.peer, message)
-                if isinstance(message, Ack):
-                    acked += size
-                elif isinstance(message, Assign):
-                    self._unit_bytes[effect.peer, message.unit] = size
+                size = self._gate.send(effect.peer, effect.message)
+                if isinstance(effect.message, Ack):
+                    sizes["Ack"] = size  # its line is not written yet
+                elif isinstance(effect.message, Assign):
+                    self._assigned[effect.peer, effect.message.unit] = size
+            elif isinstance(effect, Persist):
+                if isinstance(effect.record, ResultAccepted) and isinstance(event, Received):
+                    assigned = self._assigned.pop((event.peer, effect.record.result.unit), 0)
+                    sizes = {"Assign": assigned, "Result": event.size}
+                    self._outputs.unit(effect.record, self._state.nodes[event.peer].name, sizes)
             elif isinstance(effect, Note):
-                self._outputs.note(effect, **self._bytes_for(effect, event, acked))
+                self._outputs.note(effect, **(self._bytes_by_type() if effect.kind == "commit" else {}))
                 if effect.kind == "commit" and self._scrape is not None:
                     self._scrape.round_closed(effect.fields["seconds"])
             elif isinstance(effect, Stop):
@@ -233,29 +229,17 @@ class Server:
         entry = parse_entry(raw)
         if entry.kind == EntryKind.COMMIT:
             self._journal.prune(entry.round)
-            self._unit_bytes = {
-                key: size for key, size in self._unit_bytes.items() if key[1].round > entry.round
-            }
+            self._assigned = {key: size for key, size in self._assigned.items() if key[1].round > entry.round}
 
     # ------------------------------------------------------------ numbers
 
-    def _bytes_for(self, note: Note, event: Event, acked: int) -> dict[str, Any]:
-        """Bytes by message type: of one unit for its line, since the last commit for a commit's line."""
-        if note.kind == "commit":
-            counts = self._gate.counts
-            before, self._reported = self._reported, (counts.bytes_in.copy(), counts.bytes_out.copy())
-            return {
-                "bytes_in": dict(self._reported[0] - before[0]),
-                "bytes_out": dict(self._reported[1] - before[1]),
-            }
-        if note.kind != "unit" or not isinstance(event, Received) or not isinstance(event.message, Result):
-            return {}
+    def _bytes_by_type(self) -> dict[str, Any]:
+        """What has passed since the last commit, for a commit's line."""
+        counts, before = self._gate.counts, self._reported
+        self._reported = (counts.bytes_in.copy(), counts.bytes_out.copy())
         return {
-            "bytes": {
-                "Assign": self._unit_bytes.pop((event.peer, event.message.unit), 0),
-                "Result": self._sizes.get(id(event), 0),
-                "Ack": acked,
-            }
+            "bytes_in": dict(self._reported[0] - before[0]),
+            "bytes_out": dict(self._reported[1] - before[1]),
         }
 
     def _status(self) -> dict[str, Any]:

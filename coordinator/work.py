@@ -100,19 +100,6 @@ def _accept(turn: Turn, peer: bytes, result: Result) -> None:
     node = replace(node, applied=number, stalled=None, tally=tally, pace=pace)
     turn.set_node(membership.holding(node, kept, turn.now))
     turn.send(peer, Ack(unit, "ok"))
-    turn.note(
-        "unit",
-        round=number,
-        kind=unit.kind,
-        member=unit.member,
-        first=unit.first,
-        last=unit.last,
-        node=node.name,
-        tokens=result.tokens,
-        times=result.times,
-        sums=result.sums,
-        floored=result.floored,
-    )
     auditing.on_result(turn, peer, result)
     cells = turn.round.cells(unit)
     freed = _drop_useless(turn, unit.member) if cells and any(cells.leases) else ()

@@ -29,7 +29,6 @@ from protocol.entries import public_key, seal
 from protocol.lock import Kind, Lock
 from protocol.messages import Unit
 from protocol.plan import Plan
-from protocol.seeds import member_seed
 
 KEY = bytes(range(32))  # signs a commit that no ledger will hold
 ENGINE, SCORER = "engine", "scoring process"
@@ -201,7 +200,6 @@ def _commit(lock: Lock) -> Entry:
     members = tuple(
         MemberReward(
             index,
-            member_seed(lock.run_id, 0, index, lock.mirrored),
             lock.reward_low + span * (index + 1) / (lock.members + 1),
             1,
         )

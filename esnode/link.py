@@ -147,12 +147,12 @@ class Link:
             try:
                 if len(frames) != 1:
                     raise wire.MalformedMessage("more than one part")
-                message = wire.decode(frames[0], "coordinator")
+                found = wire.decode_all(frames[0], "coordinator")
             except wire.MalformedMessage as error:
                 log.warning("a malformed message of the coordinator is dropped: %s", error)
                 continue
-            self.bytes_in[type(message).__name__] += size
-            messages.append(message)
+            self.bytes_in[wire.kind_of(frames[0])] += size
+            messages += found
         return messages
 
     def health(self, now: float) -> Health:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TypeAlias, cast
+from typing import NamedTuple, TypeAlias, cast
 
 from protocol.lock import Lock
-from protocol.seeds import rounding_seed
+from protocol.seeds import member_seed, rounding_seed
 from protocol.shaping import Shaping, Step, coefficients, make_step
 
 HASH = 32  # bytes of an entry's name
@@ -33,12 +33,10 @@ COMPLETE = 0  # a commit closed because every member was in or void
 QUORUM = 1  # closed by the plan's quorum, members are missing
 
 
-@dataclass(frozen=True, slots=True)
-class MemberReward:
-    """One row of a commit: 20 bytes. `evaluator` is a roster number."""
+class MemberReward(NamedTuple):
+    """One row of a commit, 12 bytes. `evaluator`: a roster number. The member's seed follows from the run."""
 
-    index: int
-    seed: int
+    index: int  # type: ignore[assignment]  # a row has no use for tuple.index
     reward: float
     evaluator: int
 
@@ -138,7 +136,7 @@ def step_of(lock: Lock, entry: Entry) -> Step | None:
         return None
     rewards = [member.reward for member in body.members]
     found = coefficients(rewards, body.alpha, cast(Shaping, lock.shaping), lock.clip, lock.std_floor)
-    seeds = [member.seed for member in body.members]
+    seeds = [member_seed(lock.run_id, entry.round, member.index, lock.mirrored) for member in body.members]
     return make_step(
         found, seeds, mirrored=lock.mirrored, rounding_seed=rounding_seed(lock.run_id, entry.round)
     )

@@ -28,7 +28,6 @@ from protocol.entries import (
 from protocol.errors import UserError
 from protocol.fields import ALPHA, EXACT_SIGMA, LARGEST_ALPHA
 from protocol.lock import MAX_MEMBERS, Lock, LockError, lock_from_bytes
-from protocol.seeds import member_seed
 
 
 class BrokenChain(UserError):
@@ -251,17 +250,15 @@ class Chain:
         ):
             raise self._refuse("a mirrored pair is not whole")
         for member in body.members:
-            self._check_member(member.index, member.seed, member.reward, member.evaluator)
+            self._check_member(*member)
         self._check_voids(body, set(indices), total)
 
     def _check_order(self, indices: Sequence[int], total: int, what: str) -> None:
         if any(a >= b for a, b in pairwise(indices)) or (indices and indices[-1] >= total):
             raise self._refuse(f"{what} must be in ascending order, each once, below {total}")
 
-    def _check_member(self, index: int, seed: int, reward: float, evaluator: int) -> None:
+    def _check_member(self, index: int, reward: float, evaluator: int) -> None:
         lock = self.lock
-        if seed != member_seed(lock.run_id, self.round, index, lock.mirrored):
-            raise self._refuse(f"member {index} has a seed that is not the rule's")
         if not lock.mean_ok(reward):
             raise self._refuse(
                 f"member {index} has reward {reward}, outside {lock.reward_low} .. {lock.reward_high}"

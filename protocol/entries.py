@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
+from itertools import starmap
 from typing import Annotated, Any
 
 import msgspec
@@ -82,7 +83,7 @@ class MalformedEntry(UserError):
 
 # ---------------------------------------------------------------- typed layout of each kind
 
-_ROW = struct.Struct("<HQdH")
+_ROW = struct.Struct("<HdH")
 _U16 = Annotated[int, msgspec.Meta(ge=0, le=0xFFFF)]
 _U32 = Annotated[int, msgspec.Meta(ge=0, le=0xFFFFFFFF)]
 _U64 = Annotated[int, msgspec.Meta(ge=0)]  # msgpack itself has no larger integer
@@ -132,7 +133,7 @@ def _payload(body: Body) -> list[Any]:
     if isinstance(body, LockBody):
         return [body.lock]
     if isinstance(body, CommitBody):
-        rows = b"".join(_ROW.pack(m.index, m.seed, m.reward, m.evaluator) for m in body.members)
+        rows = b"".join(starmap(_ROW.pack, body.members))
         voids = tuple((index, short(reason)) for index, reason in body.voids)
         return [body.alpha, body.sigma, rows, voids, body.closed, body.snapshot]
     if isinstance(body, RosterBody):
@@ -156,9 +157,8 @@ def _body(kind: EntryKind, fields: Sequence[Any]) -> Body:
             raise MalformedEntry(f"the snapshot root has {len(snapshot)} bytes instead of none or {HASH}")
         if closed not in (COMPLETE, QUORUM):
             raise MalformedEntry(f"unknown closing code {closed}")
-        return CommitBody(
-            alpha, sigma, tuple(MemberReward(*row) for row in _ROW.iter_unpack(rows)), voids, closed, snapshot
-        )
+        members = tuple(map(MemberReward._make, _ROW.iter_unpack(rows)))
+        return CommitBody(alpha, sigma, members, voids, closed, snapshot)
     if kind is EntryKind.ROSTER:
         return RosterBody(tuple(Admission(*row) for row in fields[0]), fields[1])
     if kind is EntryKind.AMEND:

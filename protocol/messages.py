@@ -15,6 +15,8 @@ from protocol.lock import Kind as Kind  # noqa: PLC0414  a message's word, found
 
 WIRE_VERSION = 1
 BLOB_PART = 256 * 1024  # bytes of one Blob
+MOST_FRAMES = 64  # in one Bundle
+LONGEST_FRAME = 512  # bytes of one of them: what is larger goes by itself
 
 # How the reason of a Bye begins that is no fault: a node that hears it stops with exit code 0.
 RUN_ENDED = "the run has ended"
@@ -293,6 +295,12 @@ class Evidence(Message, frozen=True):
     scores: tuple[float, ...]
 
 
+class Bundle(Message, frozen=True):
+    """coordinator -> node: several messages in order, each as a frame of its own. Bundles hold no Bundles."""
+
+    frames: tuple[bytes, ...]
+
+
 AnyMessage: TypeAlias = (
     Hello
     | Welcome
@@ -322,6 +330,7 @@ AnyMessage: TypeAlias = (
     | Rederived
     | EvidenceAsk
     | Evidence
+    | Bundle
 )
 
 
@@ -359,6 +368,7 @@ SCHEMA: tuple[Rule, ...] = (
     Rule(17, Bye, "coordinator", 2 * _KB, ""),
     Rule(18, Enrol, "node", 512, "Enrolled, Refuse"),
     Rule(19, Enrolled, "coordinator", 64, ""),
+    Rule(20, Bundle, "coordinator", MOST_FRAMES * (LONGEST_FRAME + 3) + 8, "what is in it"),
     Rule(22, BlobAsk, "node, peer", 64, "Blob, Refuse, Sorry"),
     Rule(23, Blob, "coordinator, peer", BLOB_PART + 128, ""),
     Rule(26, DigestAsk, "coordinator", 2 * _KB, "TensorDigests"),

@@ -1,24 +1,36 @@
 """How large each field of a message may be, and the checks made of it.
 
 Pure. Lives here: the tables of limits, `fault`, which says in words what is out of range in a message whose
-types are right, and `layout`, the same limits as a typed msgpack decoder, which says no more than yes or no
+types are right, and `reader`, the same limits as a typed msgpack decoder, which says no more than yes or no
 but costs a tenth. A test holds that both let the same messages pass. Called by `wire.py`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from operator import attrgetter
 from types import GenericAlias
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
 import msgspec
 
 from protocol.entries import HASH, MAX_NAME, MAX_REASON
 from protocol.lock import MAX_MEMBERS
-from protocol.messages import BLOB_PART, Blob, Fetch, Hello, Kind, Message, Result, Unit, Welcome
+from protocol.messages import (
+    BLOB_PART,
+    LONGEST_FRAME,
+    MOST_FRAMES,
+    Blob,
+    Fetch,
+    Hello,
+    Kind,
+    Message,
+    Result,
+    Unit,
+    Welcome,
+)
 from protocol.peers import GRANT, MOST_ADDRESSES, MOST_DONORS, MOST_NEIGHBOURS, PartAsk, Snapshots
 from protocol.terms import PROOF
 
@@ -61,12 +73,12 @@ _SIZES_OF: dict[type[Message], dict[str, tuple[int, ...]]] = {
     Welcome: {"tip": (0, HASH), "proof": (PROOF,)},
 }
 LENGTHS = {"name": MAX_NAME, "backend": 64, "device": 200, "reason": MAX_REASON, "verdict": 100, "by": 200}
-LENGTHS |= {"addresses": 120, "way": 16, "lost": MAX_LOST}
+LENGTHS |= {"addresses": 120, "way": 16, "lost": MAX_LOST, "frames": LONGEST_FRAME}
 _COUNTS = {"units": MAX_UNITS, "entries": MAX_ENTRIES, "sums": MAX_CHUNKS, "times": 3}
 _COUNTS |= dict.fromkeys(("pieces", "held", "derived"), MAX_PIECES)
 _COUNTS |= dict.fromkeys(("digests", "scores"), MAX_VALUES)
 _COUNTS |= {"fingerprints": MAX_ENGINES, "addresses": MOST_ADDRESSES, "donors": MOST_DONORS}
-_COUNTS |= {"peers": MOST_NEIGHBOURS}
+_COUNTS |= {"peers": MOST_NEIGHBOURS, "frames": MOST_FRAMES}
 
 
 Check = Callable[[Any], str]
@@ -109,6 +121,9 @@ def _check(owner: type[Message], name: str, kind: Any) -> Check:
         return lambda value: "" if math.isfinite(value) else f"{name} = {value}, not a finite number"
     if kind is bytes:
         sizes = _SIZES_OF.get(owner, {}).get(name) or _SIZES.get(name)
+        if name in LENGTHS:
+            longest = LENGTHS[name]
+            return lambda value: "" if len(value) <= longest else f"{name} of {len(value)} bytes"
         return lambda value: "" if not sizes or len(value) in sizes else f"{name} of {len(value)} bytes"
     if kind is str:
         longest = LENGTHS[name]
@@ -154,52 +169,59 @@ def _each_check(checks: tuple[Check, ...]) -> Check:
 def _unit_fault(unit: Unit) -> str:
     if unit.first > unit.last or unit.last - unit.first >= MAX_CHUNKS:
         return f"a unit of chunks {unit.first} to {unit.last}"
-    if unit.kind == Kind.PROBE and unit.member:
+    if unit.kind and unit.member:  # what is no member is a probe
         return f"a probe of member {unit.member}"
     return ""
 
 
 # ---------------------------------------------------------------- the same, as a typed decoder
 
-Reader = Callable[[bytes], Message | None]
+
+class Reader(NamedTuple):
+    """A typed decoder of one message type with its tag, and what no type can say of its fields.
+
+    `parse` raises ValueError for what is out of type or range; `build` makes the message of what it returned;
+    `fits` looks at fields that depend on each other. `fault` tells more of what either refuses.
+    """
+
+    parse: Callable[[bytes], Sequence[Any]]
+    build: Callable[[Sequence[Any]], Message]
+    fits: Callable[[Any], bool]
 
 
 @cache
 def reader(owner: type[Message]) -> Reader | None:
-    """A function from a frame with its tag to the message, if nothing is out of type or range in it.
+    """The reader of a message type. None for types it cannot serve.
 
-    It returns None or raises ValueError otherwise, and `fault` tells more. None for types it cannot serve:
-    those with a list of messages or texts, a field that may be left out, or bytes of several lengths.
+    Those are the ones with a list of messages or texts, a field that may be left out, or bytes of several
+    lengths.
     """
     rows = msgspec.structs.fields(owner)
     kinds = [_typed(owner, row.name, row.type) for row in rows]
     if None in kinds or any(row.default is not msgspec.NODEFAULT for row in rows):
         return None
-    decode = msgspec.msgpack.Decoder(GenericAlias(tuple, (int, *kinds))).decode
-    if rows and rows[0].type is Unit:
-        row = next((row.name for row in rows if get_args(row.type)[:1] == (float,)), None)
-        return _with_unit(owner, decode, attrgetter(row) if row else None)
-    return lambda frame: owner(*decode(frame)[1:])
+    parse = msgspec.msgpack.Decoder(GenericAlias(tuple, (int, *kinds))).decode
+    if not rows or rows[0].type is not Unit:
+        return Reader(parse, lambda fields: owner(*fields[1:]), lambda message: True)
+    floats = [row.name for row in rows if get_args(row.type)[:1] == (float,)]
+    fits = _unit_and_floats(floats[0], owner is Result) if floats else _unit_fits
+    return Reader(parse, lambda fields: owner(Unit(*fields[1]), *fields[2:]), fits)
 
 
-def _with_unit(
-    owner: type[Message], decode: Callable[[bytes], Any], floats: Callable[[Any], tuple[float, ...]] | None
-) -> Reader:
-    whole = owner is Result  # one sum for every chunk
+def _unit_fits(message: Any) -> bool:
+    return not _unit_fault(message.unit)
 
-    def read(frame: bytes) -> Message | None:
-        fields = decode(frame)
-        unit = Unit(*fields[1])
-        message = owner(unit, *fields[2:])
-        if _unit_fault(unit):
-            return None
-        if floats is not None:
-            values = floats(message)
-            if not all(map(math.isfinite, values)) or (whole and len(values) != unit.last - unit.first + 1):
-                return None
-        return message
 
-    return read
+def _unit_and_floats(name: str, whole: bool) -> Callable[[Any], bool]:
+    """`whole`: there is one number for every chunk."""
+    get = attrgetter(name)
+
+    def fits(message: Any) -> bool:
+        unit, values = message.unit, get(message)
+        sized = not whole or len(values) == unit.last - unit.first + 1
+        return sized and all(map(math.isfinite, values)) and not _unit_fault(unit)
+
+    return fits
 
 
 def _typed(owner: type[Message], name: str, kind: Any) -> Any:
@@ -212,6 +234,8 @@ def _typed(owner: type[Message], name: str, kind: Any) -> Any:
         return Annotated[str, msgspec.Meta(max_length=LENGTHS[name])]
     if kind is bytes:
         sizes = _SIZES_OF.get(owner, {}).get(name) or _SIZES.get(name)
+        if name in LENGTHS:
+            return Annotated[bytes, msgspec.Meta(max_length=LENGTHS[name])]
         if sizes is None or len(sizes) != 1:
             return None
         return Annotated[bytes, msgspec.Meta(min_length=sizes[0], max_length=sizes[0])]
@@ -219,8 +243,10 @@ def _typed(owner: type[Message], name: str, kind: Any) -> Any:
         rows = msgspec.structs.fields(Unit)
         return GenericAlias(tuple, tuple(_typed(Unit, row.name, row.type) for row in rows))
     elements = get_args(kind)
-    if get_origin(kind) is tuple and elements[-1] is Ellipsis and elements[0] in (int, float):
-        element = _typed(owner, name, int) if elements[0] is int else float
+    if get_origin(kind) is tuple and elements[-1] is Ellipsis and elements[0] in (int, float, bytes):
+        element = float if elements[0] is float else _typed(owner, name, elements[0])
+        if element is None:
+            return None
         return Annotated[
             GenericAlias(tuple, (element, ...)), msgspec.Meta(max_length=_COUNTS.get(name, MAX_CHUNKS))
         ]

@@ -8,20 +8,34 @@ Whatever the bytes are, it returns a message or raises MalformedMessage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
 import msgpack
 import msgspec
 
 from protocol.entries import MalformedEntry, packed, short, unpacked
-from protocol.messages import SCHEMA, AnyMessage, Commit, Enrol, Entries, Hello, Message, Return, Rule
+from protocol.messages import (
+    LONGEST_FRAME,
+    MOST_FRAMES,
+    SCHEMA,
+    AnyMessage,
+    Bundle,
+    Commit,
+    Enrol,
+    Entries,
+    Hello,
+    Message,
+    Return,
+    Rule,
+)
 from protocol.peers import SCHEMA as PEER_SCHEMA
 from protocol.ranges import LENGTHS, MAX_CHUNKS, MAX_ENTRIES, fault, reader
 
 TABLE = (*SCHEMA, *PEER_SCHEMA)
 RULE_BY_TAG = {rule.tag: rule for rule in TABLE}
 RULE_BY_TYPE = {rule.type: rule for rule in TABLE}
+_NAMES = {rule.tag: rule.type.__name__ for rule in TABLE}
 _SENDERS = {rule.tag: rule.sender.split(", ") for rule in TABLE}
 _READERS = {rule.type: reader(rule.type) for rule in TABLE}
 _PACK = msgspec.msgpack.Encoder().encode
@@ -51,7 +65,8 @@ def encode(message: Message) -> bytes:
     if read is not None:
         try:
             frame = _PACK((rule.tag, *msgspec.structs.astuple(message)))
-            if len(frame) <= rule.limit and read(frame) is not None:
+            read.parse(frame)
+            if len(frame) <= rule.limit and read.fits(message):
                 return frame
         except (ValueError, OverflowError, TypeError):
             pass  # cut to length, or refused in words
@@ -93,8 +108,8 @@ def decode(frame: bytes, sender: str) -> AnyMessage:
     read = _READERS[rule.type]
     if read is not None and frame[0] != 0xDC:
         try:
-            found = read(frame)
-            if found is not None:
+            found = read.build(read.parse(frame))
+            if read.fits(found):
                 return cast(AnyMessage, found)
         except ValueError:
             pass  # what is wrong is said below
@@ -154,6 +169,37 @@ def _rule(frame: bytes, sender: str) -> Rule:
     if len(frame) > rule.limit:
         raise OversizedMessage(f"{rule.type.__name__} of {len(frame)} bytes, the limit is {rule.limit}")
     return rule
+
+
+def bundles(frames: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
+    """These frames in order, in groups that may travel as one: what is large goes by itself."""
+    first = 0
+    for k, frame in enumerate(frames):
+        large = len(frame) > LONGEST_FRAME
+        if k > first and (large or k - first == MOST_FRAMES):
+            yield frames[first:k]
+            first = k
+        if large:
+            yield frames[k : k + 1]
+            first = k + 1
+    if first < len(frames):
+        yield frames[first:]
+
+
+def kind_of(frame: bytes) -> str:
+    """The name of the message in a frame that `encode` made."""
+    return _NAMES[frame[1]]
+
+
+def decode_all(frame: bytes, sender: str) -> list[AnyMessage]:
+    """The message of a frame, or those of its Bundle; MalformedMessage when one of them is."""
+    message = decode(frame, sender)
+    if not isinstance(message, Bundle):
+        return [message]
+    found = [decode(inner, sender) for inner in message.frames]
+    if any(isinstance(inner, Bundle) for inner in found):
+        raise MalformedMessage("a Bundle in a Bundle")
+    return found
 
 
 def fitting(raws: Sequence[bytes]) -> tuple[bytes, ...]:

@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 from esnode import manifest
 from esnode.kernels.interface import Kernels
 from esnode.state import State
-from protocol import seeds
 from protocol.bodies import CommitBody, Entry, EntryKind, MemberReward
 from protocol.lock import Lock
 
@@ -48,10 +47,7 @@ def commits(run: Lock, rounds: int) -> list[Entry]:
     draw = random.Random(3)
     found = []
     for round in range(rounds):
-        members = tuple(
-            MemberReward(k, seeds.member_seed(run.run_id, round, k, run.mirrored), draw.random(), 1)
-            for k in range(run.members)
-        )
+        members = tuple(MemberReward(k, draw.random(), 1) for k in range(run.members))
         body = CommitBody(run.alpha_at(round), run.sigma_at(round), members)
         name = bytes([round]) * 32
         found.append(Entry(EntryKind.COMMIT, bytes(32), 1, bytes(8), round, 0, body, b"", name))

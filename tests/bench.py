@@ -23,7 +23,6 @@ from protocol.messages import (
     Unit,
     Welcome,
 )
-from protocol.seeds import member_seed
 from protocol.terms import prove_term
 from tests.desk import NONCE, SIGNING_KEY, desk_lock, forge, key_of
 from tests.replica import Outcome
@@ -44,9 +43,7 @@ def ledger(*digests: int, end: bool = False) -> list[Entry]:
 
     add(RosterBody((Admission(0, key_of("n"), "n"),)), 0, LOCK.digest)
     for round, digest in enumerate(digests):
-        rows = tuple(
-            MemberReward(k, member_seed(LOCK.run_id, round, k, False), 0.25 + k / 2, 0) for k in range(2)
-        )
+        rows = tuple(MemberReward(k, 0.25 + k / 2, 0) for k in range(2))
         add(CommitBody(LOCK.alpha_at(round), LOCK.sigma_at(round), rows), round, digest)
     if end:
         add(EndBody("done"), len(digests), 99)

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from protocol import ledger, seeds
+from protocol import ledger
 from protocol.entries import Admission, CommitBody, EndBody, LockBody, MemberReward, RosterBody, seal
 from protocol.ledger import Chain
 from protocol.lock import Lock
@@ -327,8 +327,7 @@ def _members(workshop: Any, lock: Lock, round: int) -> Iterator[MemberReward]:
     for index in range(lock.members):
         unit = Unit(round, Kind.MEMBER, index, 0, last)
         sums = workshop.evaluate(unit, lock.sigma_at(round), lambda: False, lambda _: None).result().sums
-        seed = seeds.member_seed(lock.run_id, round, index, lock.mirrored)
-        yield MemberReward(index, seed, math.fsum(sums) / lock.per_round, 1)
+        yield MemberReward(index, math.fsum(sums) / lock.per_round, 1)
 
 
 def differences(path: Path, workshop: Any) -> list[str]:
@@ -339,10 +338,10 @@ def differences(path: Path, workshop: Any) -> list[str]:
     truth = fault_free(workshop, reading.chain.lock, reading.chain.round)
     found = []
     for entry, right in zip(reading.chain.commits, truth.commits, strict=True):
-        rewards = [(m.index, m.seed, m.reward) for m in entry.body.members]
+        rewards = [(m.index, m.reward) for m in entry.body.members]
         if entry.digest != right.digest:
             found.append(f"round {entry.round} began at {entry.digest:016x}, not at {right.digest:016x}")
-        if rewards != [(m.index, m.seed, m.reward) for m in right.body.members]:
+        if rewards != [(m.index, m.reward) for m in right.body.members]:
             found.append(f"the rewards of round {entry.round} are others")
     if reading.chain.entries[-1].digest != truth.entries[-1].digest:
         found.append("the final digests differ")

@@ -48,7 +48,7 @@ class Door:
         found: list[tuple[bytes, Message]] = []
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and len(found) < until:
-            found += [(delivery.peer, delivery.message) for delivery in self.gate.receive(100)]
+            found += [(event.peer, event.message) for event in self.gate.receive(100)]
             time.sleep(0.005)
         return found
 

@@ -22,7 +22,6 @@ from protocol.ledger import (
     seal,
 )
 from protocol.plan import Lock, TensorSpec
-from protocol.seeds import member_seed
 
 KEY = bytes(range(32))
 OTHER_KEY = bytes(range(1, 33))
@@ -96,10 +95,7 @@ class Writer:
         """A commit the chain accepts now, with rewards that spread; fields can be overridden."""
         round = self.chain.round
         members = tuple(
-            MemberReward(
-                i, member_seed(self.lock.run_id, round, i, self.lock.mirrored), (i * 7 % 5) / 5 - 0.4, 1
-            )
-            for i in range(self.chain.members_at(round))
+            MemberReward(i, (i * 7 % 5) / 5 - 0.4, 1) for i in range(self.chain.members_at(round))
         )
         values: dict[str, Any] = {
             "alpha": self.chain.alpha_at(round),

@@ -207,8 +207,8 @@ class Truth:
         unit = Unit(round, Kind.PROBE, 0, 0, self.lock.chunk_count(Kind.PROBE) - 1)
         return measure(self.lock, master, unit)
 
-    def moved(self, master: Weights, body: CommitBody) -> Weights:
-        """The master after one more commit."""
+    def moved(self, master: Weights, round: int, body: CommitBody) -> Weights:
+        """The master after the commit of this round."""
         lock = self.lock
         found = coefficients([m.reward for m in body.members], body.alpha, "zscore")
         if found is None:
@@ -216,5 +216,6 @@ class Truth:
         a = np.zeros(SIZE, np.int64)
         for member, c in zip(body.members, found.c, strict=True):
             sign = seeds.member_sign(member.index, lock.mirrored)
-            a += sign * c * noise.integers(member.seed, KEY, 0, SIZE).astype(np.int64)
+            seed = seeds.member_seed(lock.run_id, round, member.index, lock.mirrored)
+            a += sign * c * noise.integers(seed, KEY, 0, SIZE).astype(np.int64)
         return noise.update(master, a.astype(np.int32), found.shift)

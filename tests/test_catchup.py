@@ -33,7 +33,6 @@ from protocol.peers import (
     Snapshots,
     WrongFile,
 )
-from protocol.seeds import member_seed
 from tests import bench
 from tests.bench import ABOUT, LOCK, Bench
 from tests.desk import forge, key_of
@@ -51,9 +50,7 @@ def long_ledger(rounds: int = ROUNDS, announced: int = 91, root: bytes = ROOT) -
     """Lock, roster and many commits; that of round `announced` carries the root."""
     entries = bench.ledger()
     for round in range(rounds):
-        rows = tuple(
-            MemberReward(k, member_seed(LOCK.run_id, round, k, False), 0.25 + k / 2, 0) for k in range(2)
-        )
+        rows = tuple(MemberReward(k, 0.25 + k / 2, 0) for k in range(2))
         snapshot = root if round == announced else b""
         body = CommitBody(LOCK.alpha_at(round), LOCK.sigma_at(round), rows, snapshot=snapshot)
         entries.append(forge(body, entries[-1], round=round, digest=digest_of(round)))

@@ -177,11 +177,24 @@ def test_a_flood_is_dropped_unparsed_and_nobody_else_notices(
     deadline = time.monotonic() + 3.0
     found: list[tuple[bytes, Message]] = []
     while (KEY1, BEAT) not in found and time.monotonic() < deadline:
-        found += [(delivery.peer, delivery.message) for delivery in door.gate.receive(100)]
+        found += [(event.peer, event.message) for event in door.gate.receive(100)]
     assert (KEY1, BEAT) in found
     refused = door.refused("n2")[TOO_MANY]
     assert refused > 100 and len(parsed) < 1000 and len(parsed) + refused <= sent + 10
     assert door.refused("n1") == {}
+
+
+def test_what_leaves_together_shares_a_frame(door: Door) -> None:
+    """And is counted by message, to the byte."""
+    link = door.link(N1)
+    assert door.say(link, HELLO)
+    for message in (Rehello(), Bye("a word"), Rehello()):
+        assert door.gate.send(KEY1, message)
+    assert link.receive() == [], "not before the journal is flushed"
+    door.gate.flush()
+    assert wait_for(link.receive) == [Rehello(), Bye("a word"), Rehello()]
+    out = door.gate.counts.bytes_out
+    assert set(out) == {"Rehello", "Bye"} and out.total() == link.bytes_in["Bundle"]
 
 
 # ---------------------------------------------------------------- many parts
@@ -212,6 +225,7 @@ def test_a_newcomer_enrols_and_then_says_hello(door: Door) -> None:
     newcomer = door.link(ONE_TIME)
     assert door.say(newcomer, enrol) == [(INVITE.key, enrol)]
     assert door.gate.send(NEW, Enrolled(bytes(32), 1))
+    door.gate.flush()
     assert wait_for(newcomer.receive) == [Enrolled(bytes(32), 1)]
     assert door.state_of(door.link(STRANGER), State.REFUSED)
     door.gate.admit(Guests({**NAMES, NEW: "new"}, {INVITE.key: INVITE}))
@@ -222,6 +236,7 @@ def test_two_newcomers_behind_one_invite_get_their_own_answers(door: Door) -> No
     first, second = door.link(ONE_TIME), door.link(ONE_TIME)
     assert door.say(first, Enrol(b"a" * 32, "a")) and door.say(second, Enrol(b"b" * 32, "b"))
     assert door.gate.send(b"a" * 32, Enrolled(bytes(32), 1)) and door.gate.send(b"b" * 32, Refuse("used"))
+    door.gate.flush()
     assert wait_for(first.receive) == [Enrolled(bytes(32), 1)]
     assert wait_for(second.receive) == [Refuse("used")]
     assert not door.gate.send(b"a" * 32, Refuse("again")), "one answer each"
@@ -248,6 +263,7 @@ def test_an_invites_answer_never_reaches_a_node(door: Door) -> None:
     victim, newcomer = door.link(N1), door.link(ONE_TIME)
     assert door.say(victim, HELLO) and door.say(newcomer, Enrol(KEY1, "x"))
     assert door.gate.send(KEY1, Refuse("no"))
+    door.gate.flush()
     assert wait_for(newcomer.receive) == [Refuse("no")] and victim.receive() == []
 
 
@@ -259,6 +275,7 @@ def test_a_revoked_key_is_unheard_from_the_next_frame_on(door: Door) -> None:
     node, other = door.link(N1), door.link(N2)
     assert door.say(node, HELLO) and door.say(other, HELLO)
     assert door.gate.send(KEY1, Bye("revoked: lost"))
+    door.gate.flush()
     door.gate.admit(Guests({KEY2: "n2"}, {}, {KEY1: "lost"}))
     assert wait_for(node.receive) == [Bye("revoked: lost")]
     assert node.send(BEAT) and node.send(HELLO)

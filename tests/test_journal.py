@@ -70,6 +70,18 @@ def test_round_trip_and_order(tmp_path: Path) -> None:
     again.close()
 
 
+def test_results_of_one_round_share_a_row(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j", RUN)
+    failed = UnitFailed(1, Unit(0, 0, 5, 0, 0), "x")
+    records = [result(0), result(0, 1), failed, result(0, 2), EntryAppended(0, b"a"), result(1), result(1, 1)]
+    journal.append(records)
+    assert list(journal.replay()) == records
+    journal.close()
+    with closing(sqlite3.connect(tmp_path / "j")) as database:
+        rounds = [row[0] for row in database.execute("SELECT round FROM record ORDER BY seq")]
+    assert rounds == [0, 0, 0, None, 1]
+
+
 def test_prune_keeps_entries_terms_and_open_rounds(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "j", RUN)
     journal.append([TermTaken(1, b""), EntryAppended(0, b"a"), result(0), result(1), result(2), result(TOP)])

@@ -82,7 +82,7 @@ def test_files_for_people(tmp_path: Path) -> None:
     counted = {(row["round"], row["kind"], row["member"], row["first"]) for row in units}
     assert len(counted) == len(units) == ROUNDS * 6 + 4 * 2, "each member and each held-out chunk once"
     assert all(set(row["bytes"]) == {"Assign", "Result", "Ack"} for row in units)
-    assert all(40 < size < 140 for row in units for size in row["bytes"].values())
+    assert all(10 < size < 140 for row in units for size in row["bytes"].values())
     metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     commits = [row for row in metrics if row["kind"] == "commit"]
     assert [row["round"] for row in commits] == list(range(ROUNDS))

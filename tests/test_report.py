@@ -31,7 +31,6 @@ from protocol.entries import (
     seal,
 )
 from protocol.lock import Lock, TensorSpec
-from protocol.seeds import member_seed
 
 KEY = bytes(range(32))
 MEMBERS = 4
@@ -89,11 +88,7 @@ class Scribe:
         return self.chain.append(entry)
 
     def round(self, rewards: list[float]) -> None:
-        number = self.chain.round
-        rows = tuple(
-            MemberReward(k, member_seed(self.lock.run_id, number, k, False), reward, 0)
-            for k, reward in enumerate(rewards)
-        )
+        rows = tuple(MemberReward(k, reward, 0) for k, reward in enumerate(rewards))
         self.write(CommitBody(0.01, 0.001953125, rows))
 
     def score(self, value: float, correct: int) -> None:

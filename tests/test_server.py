@@ -38,6 +38,7 @@ def test_identity_is_the_curve_key(door: Door) -> None:
     link = door.link(N1)
     assert door.say(link, HELLO) == [(keys.curve_public(N1), HELLO)]
     assert door.gate.send(keys.curve_public(N1), Rehello())
+    door.gate.flush()
     assert wait_for(link.receive) == [Rehello()]
     assert door.gate.counts.bytes_in["Hello"] == link.bytes_out["Hello"] > 100
     assert door.gate.counts.bytes_out["Rehello"] == link.bytes_in["Rehello"] == 37  # 2 + 33 + 2
@@ -216,6 +217,7 @@ def test_newest_hello_owns_the_key(door: Door) -> None:
     assert door.say(old, HELLO) and door.say(new, HELLO)
     assert isinstance(wait_for(old.receive)[0], Bye)
     assert door.gate.send(keys.curve_public(N1), Rehello())
+    door.gate.flush()
     assert wait_for(new.receive) == [Rehello()] and old.receive() == []
     old.send(BEAT)
     assert door.pump(0.3) == []
@@ -261,7 +263,9 @@ def test_sends_never_block(door: Door) -> None:
     big = Ack(Unit(0, 0, 0, 0, 0), "refused: " + "x" * 400)
     began = time.monotonic()
     for _ in range(60_000):
-        if not door.gate.send(keys.curve_public(N1), big):
+        assert door.gate.send(keys.curve_public(N1), big)
+        door.gate.flush()
+        if door.gate.counts.dropped:
             break
     assert door.gate.counts.dropped == {"Ack": 1}
     assert time.monotonic() - began < 10

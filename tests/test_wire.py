@@ -17,11 +17,14 @@ from protocol import peers, wire
 from protocol.entries import EndBody, seal
 from protocol.messages import (
     BLOB_PART,
+    LONGEST_FRAME,
+    MOST_FRAMES,
     Ack,
     Applied,
     Assign,
     Blob,
     BlobAsk,
+    Bundle,
     Bye,
     Cancel,
     Commit,
@@ -116,6 +119,7 @@ EXAMPLES: tuple[Message, ...] = (
     Rederived(12, (0, 5), (1, 2**64 - 1), (1, 2), 2**63, 0, "reference", "as asked"),
     EvidenceAsk(UNIT, 0),
     Evidence(UNIT, 0, 2, (0.25, 1.0)),
+    Bundle((encode(Ack(UNIT, "ok")), encode(Rehello()))),
     peers.Reach(("tcp://10.0.0.7:4100", "tcp://[fd00::7]:4100")),
     peers.Snapshots(10, 4200),
     peers.Kept(20, b"R" * 32, 2**40),
@@ -227,6 +231,7 @@ STRATEGIES: dict[type[Message], st.SearchStrategy[Any]] = {
         ).map(tuple),
     ),
     Evidence: st.builds(Evidence, UNITS, U32, U32, st.lists(SUMS, max_size=9).map(tuple)),
+    Bundle: st.builds(Bundle, st.lists(st.binary(max_size=40), max_size=5).map(tuple)),
 }  # fmt: skip
 
 
@@ -274,6 +279,18 @@ def test_a_unit_costs_little() -> None:
     assert sum(wire_size(len(encode(message)), encrypted=False) for message in spoken) <= 220
 
 
+def test_small_messages_share_a_frame() -> None:
+    ack, large = encode(Ack(UNIT, "ok")), bytes(LONGEST_FRAME + 1)
+    assert list(wire.bundles([ack, large, ack, ack])) == [[ack], [large], [ack, ack]]
+    assert [len(group) for group in wire.bundles([ack] * 130)] == [64, 64, 2] and not [*wire.bundles([])]
+    both = encode(Bundle((ack, encode(Rehello()))))
+    assert wire.decode_all(both, "coordinator") == [Ack(UNIT, "ok"), Rehello()]
+    assert wire.decode_all(ack, "coordinator") == [Ack(UNIT, "ok")]
+    for inner in (both, encode(Release("a node's word")), b"\x91\x09", b""):
+        with pytest.raises(MalformedMessage):
+            wire.decode_all(encode(Bundle((ack, inner))), "coordinator")
+
+
 def test_limits_fit_the_largest_legal_messages() -> None:
     unit = Unit(2**32 - 1, Kind.MEMBER, 4095, 2**31, 2**31 + MAX_CHUNKS - 1)
     small = Unit(2**32 - 1, Kind.MEMBER, 4095, 2**32 - 1, 2**32 - 1)
@@ -303,6 +320,7 @@ def test_limits_fit_the_largest_legal_messages() -> None:
         BlobAsk(2**32 - 1, 2**32 - 1, b"d" * 32, 2**32 - 1),
         Blob(b"d" * 32, 2**31, 2**32 - 1, bytes(BLOB_PART)),
         Ack(small, "\U0001f600" * 1000),
+        Bundle((bytes(LONGEST_FRAME),) * MOST_FRAMES),
         peers.Reach(("a" * 120,) * peers.MOST_ADDRESSES),
         peers.Donors(
             2**32 - 1, b"R" * 32, 2**64 - 1,
@@ -442,9 +460,10 @@ def quickly(frame: bytes) -> Message | None:
     quick = reader(RULE_BY_TAG[frame[1]].type)
     assert quick is not None
     try:
-        return quick(frame)
+        message = quick.build(quick.parse(frame))
     except ValueError:
         return None
+    return message if quick.fits(message) else None
 
 
 def plainly(frame: bytes) -> Message | None:

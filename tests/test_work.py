@@ -38,7 +38,9 @@ def test_a_result_is_journaled_before_it_is_acknowledged() -> None:
     order = [type(e).__name__ for e in desk.effects if isinstance(e, ce.Persist | ce.Send)]
     assert order[:2] == ["Persist", "Send"]
     assert desk.sent(Ack)[0].verdict == "ok"
-    assert desk.notes("unit")[0]["node"] == "a"
+    (accepted,) = [e.record for e in desk.effects if isinstance(e, ce.Persist)]
+    assert isinstance(accepted, ce.ResultAccepted)
+    assert accepted.evaluator == desk.state.nodes[key_of("a")].number
     assert len(desk.assigned("a")) == 2, "the queue is filled again in the same step"
 
 

@@ -183,10 +183,7 @@ def extend(run: Lock, state: dict[str, np.ndarray], rounds: int, luck: int = 0) 
     add(LockBody(run.to_bytes()))
     add(RosterBody((Admission(1, bytes(32), "one"),)))
     for round in range(rounds):
-        members = tuple(
-            MemberReward(k, seeds.member_seed(run.run_id, round, k, run.mirrored), draw.random(), 1)
-            for k in range(run.members)
-        )
+        members = tuple(MemberReward(k, draw.random(), 1) for k in range(run.members))
         entry = add(CommitBody(run.alpha_at(round), run.sigma_at(round), members))
         apply_slowly(state, run, entry)
     return built

@@ -57,7 +57,7 @@ class Tree:
         body = entry.body
         closing, commits, master, scored = parent.closing, parent.commits, parent.master, parent.scored
         if isinstance(body, CommitBody):
-            closing, commits, master = entry.hash, commits + 1, self.truth.moved(master, body)
+            closing, commits, master = entry.hash, commits + 1, self.truth.moved(master, entry.round, body)
         elif isinstance(body, ScoreBody):
             scored |= {body.state_round}
         return Known(entry, parent.height + 1, closing, commits, master, scored)

@@ -25,10 +25,6 @@ def sentence(kind: str, fields: Fields) -> str:
         return f"{fields['node']} {fields['what']}{reason}"
     if kind == "lease":
         return f"{fields['node']}: member {fields['member']} {fields['what']}, {fields['reason']}"
-    if kind == "unit" and "node" in fields:
-        chunks = f"chunks {fields['first']}-{fields['last']}"
-        what = f"member {fields['member']}" if fields["kind"] == 0 else "the probe"
-        return f"{fields['node']} measured {what} of round {fields['round']}, {chunks}"
     if "what" in fields:
         kind, fields = f"{kind} {fields['what']}", {k: v for k, v in fields.items() if k != "what"}
     return f"{kind}: {', '.join(f'{name} {_plain(value)}' for name, value in fields.items())}"
