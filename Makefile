@@ -20,6 +20,7 @@ GPU_PYTHON ?= $(if $(wildcard $(VENV)/.ready),$(BIN)/python,$(PYTHON))
 .PHONY: help setup run test test-long lint bench gpu-check clean
 
 help:
+	@echo "make setup      build $(VENV): esnode, what its nodes need, the demo model"
 	@echo "make run        train the demo model with two processes (ARGS='--rounds 5' passes flags on)"
 	@echo "make test       the quick tests, under 12 minutes on two cores"
 	@echo "make test-long  everything, about an hour: 47 minutes of chaos with real processes, and beside it a million"

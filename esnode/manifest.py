@@ -276,8 +276,7 @@ def _dtype(tensor: Stored) -> str:
         return EXACT[tensor.dtype]
     raise ManifestError(
         f"{tensor.name} in {tensor.path} is stored as {tensor.dtype}: only bfloat16, float16 and float32 "
-        f"weights can "
-        "be trained. Use the original, unquantised checkpoint."
+        "weights can be trained. Use the original, unquantised checkpoint."
     )
 
 

@@ -141,9 +141,8 @@ def check(folder: Path) -> Path:
         )
     if not _has_template(folder):
         raise ModelError(
-            f"{folder} has no chat template, so prompts cannot be rendered. Use an instruction-tuned "
-            f"model, or put its "
-            "template into the folder as chat_template.jinja."
+            f"{folder} has no chat template, so prompts cannot be rendered. Use an instruction-tuned model, "
+            "or put its template into the folder as chat_template.jinja."
         )
     return folder
 
@@ -176,8 +175,7 @@ def _needs_no_code(folder: Path, config: dict[str, Any]) -> None:
     if config.get("auto_map"):
         raise ModelError(
             f"{folder} needs Python code from its own repository (auto_map), which is never run. Use a "
-            f"model that "
-            "transformers itself supports."
+            "model that transformers itself supports."
         )
     if kind in CONFIG_MAPPING_NAMES:
         raise ModelError(f"{folder} holds a {kind!r} model, which is not a causal language model.")
@@ -229,8 +227,7 @@ def _hub(name: str, progress: Progress) -> Path:
 def _unreachable(name: str) -> str:
     return (
         f"{name} is neither a folder nor in the local Hugging Face cache, and the hub cannot be reached "
-        f"from here. "
-        f"Name a model folder or a .gguf file, or use the model `{DEMO}`."
+        f"from here. Name a model folder or a .gguf file, or use the model `{DEMO}`."
     )
 
 
@@ -276,8 +273,7 @@ def _converted(source: Path, name: str, progress: Progress) -> Path:
     except OSError as error:
         raise ModelError(
             f"{source.name} could not be converted into {folder.parent}: {error.strerror or error}. Make "
-            f"room or name "
-            "another place in $ESNODE_CACHE."
+            "room or name another place in $ESNODE_CACHE."
         ) from None
     return check(folder)
 

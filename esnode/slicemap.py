@@ -281,8 +281,8 @@ def _complete(
         if spec.trained and spec.name not in views:
             raise SliceError(
                 f"{spec.name} of {folder} was not found in the loaded model: it is not used there, or "
-                f"rearranged in "
-                f"a way that is not supported. Freeze it: [run.train] exclude = [{spec.name!r}]."
+                "rearranged in a way that is not supported. Freeze it: [run.train] exclude = "
+                f"[{spec.name!r}]."
             )
     covered: dict[int, int] = {}
     for view in views.values():
@@ -295,6 +295,6 @@ def _complete(
         if filled != parameter.numel():
             raise SliceError(
                 f"the model's parameter {name} is not, or not as a whole, one of the tensors stored in "
-                f"{folder}: the "
-                "checkpoint is incomplete, or transformers rearranges it in a way that is not supported."
+                f"{folder}: the checkpoint is incomplete, or transformers rearranges it in a way that is "
+                "not supported."
             )

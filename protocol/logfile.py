@@ -54,9 +54,7 @@ def start(path: Path, name: str) -> logging.Logger:
     logger = logging.getLogger(name)
     logger.setLevel(logging.DEBUG if os.environ.get("ESNODE_DEBUG") else logging.INFO)
     logger.propagate = False
-    logging.raiseExceptions = (
-        False  # a log line lost to a full disk is no news: what matters stops the process
-    )
+    logging.raiseExceptions = False  # a line lost to a full disk is no news: what matters stops the process
     path.parent.mkdir(parents=True, exist_ok=True)
     handlers: list[logging.Handler] = []
     to_file = logging.FileHandler(path, encoding="utf-8")

@@ -105,9 +105,8 @@ def _text(words: tuple[str, ...]) -> str | None:
         return None
     if words == ("-",):
         return sys.stdin.read()
-    if (
-        len(words) == 1 and len(words[0]) < 250 and Path(words[0]).is_file()
-    ):  # longer is no file name anywhere
+    # What is longer is no file name anywhere.
+    if len(words) == 1 and len(words[0]) < 250 and Path(words[0]).is_file():
         return Path(words[0]).read_text(encoding="utf-8", errors="replace")
     return "".join(words)
 

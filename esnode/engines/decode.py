@@ -79,9 +79,8 @@ class _Rows:
     """A batch between two forward passes: its cache, attention mask, next positions and last logits."""
 
     cache: Any
-    mask: (
-        torch.Tensor
-    )  # rows x slots, 1 where a slot holds a real token; slots beyond `filled` are 1 beforehand
+    # rows x slots, 1 where a slot holds a real token; slots beyond `filled` are 1 beforehand
+    mask: torch.Tensor
     filled: int
     positions: torch.Tensor  # rows: position of the next token
     logits: torch.Tensor  # rows x kept x vocabulary

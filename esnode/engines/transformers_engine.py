@@ -155,9 +155,8 @@ def _cpu_flags() -> set[str]:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return (
-            {"bf16", "asimdhp"} if platform.machine() == "arm64" else set()
-        )  # Apple: M1 has fp16, bf16 is emulated
+        # Apple: M1 has fp16, bf16 is emulated
+        return {"bf16", "asimdhp"} if platform.machine() == "arm64" else set()
     found: set[str] = set()
     for line in lines:
         name, _, value = line.partition(":")

@@ -12,6 +12,7 @@ node itself; `score`, `reply` and `score_batch` run in a process of their own, u
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,9 +47,7 @@ class Task:
     max_new_tokens: int = 64
     packages: tuple[str, ...] = ()  # PyPI names whose versions scoring depends on; the lock pins them
     max_turns: int = 8  # an episode of several turns that is not over by then gets the floor
-    own_code: bool = (
-        False  # scoring runs the operator's own file, which may do what it likes; see `esnode.fence`
-    )
+    own_code: bool = False  # scoring runs the operator's own file, which no `esnode.fence` holds
     batched: bool = False  # scoring calls `score_batch` for all answers at once (with their limits added up)
     defaults: Mapping[str, Any] = {}  # options of `[run.options]`; the default values also fix their types
 
@@ -117,9 +116,11 @@ class Task:
         return self.score(item, text)
 
     def score(self, item: Item, text: str) -> Score:
+        """What one answer is worth; what it raises costs the answer the floor."""
         raise NotImplementedError(f"task {self.name!r} defines neither score nor reply")
 
     def score_batch(self, items: Sequence[Item], texts: Sequence[str]) -> list[Score]:
+        """What each answer is worth, for scorers that call out or batch; asked only if `batched`."""
         return [self.score(item, text) for item, text in zip(items, texts, strict=True)]
 
     def target(self, item: Item) -> str:
@@ -131,4 +132,4 @@ class Task:
         if loglik != loglik:  # NaN would pass through min() as the best score there is
             raise ValueError("the log-likelihood is not a number")
         mean = max(self.low, min(self.high, loglik / max(tokens, 1)))
-        return Score(mean, loglik > -0.6931471805599453 * max(tokens, 1))
+        return Score(mean, loglik > math.log(0.5) * max(tokens, 1))
