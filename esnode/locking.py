@@ -47,8 +47,8 @@ def resolve(
     `trusted` are the signing keys (hex) when the plan names none. `data` is a blob made before, to be used
     instead of making it again; `parent` the state a fork starts from, whose digest becomes the lock's; `code`
     the folder that `python:` tasks may be loaded from. Without `digests` the weights are not hashed and the
-    lock cannot be that of a run. Raises what resolving the model, the task and the
-    prompts raises, LockingError.
+    lock cannot be that of a run. Raises what resolving the model, the task and the prompts raises,
+    LockingError, LockError.
     """
     model = models.resolve(plan.model, lambda message: progress(message, 0, 1))
     with step(progress, f"making the data of task {plan.task}"):
@@ -60,7 +60,7 @@ def resolve(
     max_new_tokens = plan.max_new_tokens or task.max_new_tokens
     with step(progress, "tokenising the prompts"):
         prepared = prompts.prepare(model.path, task, plan.date, max_new_tokens)
-        per_round, chunk = _slice(plan, task)
+        per_round, chunk = resolve_slice(plan.per_round, plan.chunk, len(task.train))
     if digests:
         base, digest, specs = _weights(plan, model, parent, progress)
     else:
@@ -105,15 +105,6 @@ def step(progress: Tell, what: str) -> Iterator[None]:
     progress(what, 0, 1)
     yield
     progress(what, 1, 1)
-
-
-def _slice(plan: Plan, task: Task) -> tuple[int, int]:
-    if plan.per_round > len(task.train):
-        raise LockingError(
-            f"run.prompts.per_round = {plan.per_round}: task {plan.task!r} has {len(task.train)} training "
-            "prompts; write 0 for all of them"
-        )
-    return resolve_slice(plan.per_round, plan.chunk, len(task.train))
 
 
 def _weights(

@@ -14,7 +14,7 @@ from esnode.locking import LockingError, Mismatch
 from esnode.template import template
 from protocol import plan
 from protocol.errors import UserError
-from protocol.lock import Lock, Parent, lock_from_bytes
+from protocol.lock import Lock, LockError, Parent, lock_from_bytes
 from protocol.plan import Plan
 from tests import tiny
 
@@ -81,7 +81,7 @@ def test_a_plans_own_keys_come_first(model: Path) -> None:
 
 
 def test_more_prompts_than_there_are(model: Path) -> None:
-    with pytest.raises(LockingError, match="per_round = 21: task 'conciseness' has 20 training prompts"):
+    with pytest.raises(LockError, match="per_round = 21: the task has only 20 training prompts"):
         locking.resolve(planned(model, per_round=21), trusted=KEYS)
 
 
