@@ -162,7 +162,7 @@ def measure(
         if scorer is not None:
             scorer.close()
     began = time.perf_counter()
-    timed.apply([_commit(lock)])
+    timed.apply([commit(lock)])
     return Bench(lock, engine, prepared, measured, time.perf_counter() - began, timeline)
 
 
@@ -194,7 +194,7 @@ def _units(
     )
 
 
-def _commit(lock: Lock) -> Entry:
+def commit(lock: Lock) -> Entry:
     """Round 0 of a whole population with rewards spread over the range."""
     span = lock.reward_high - lock.reward_low
     members = tuple(

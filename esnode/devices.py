@@ -60,6 +60,17 @@ def _on_cpu(lanes: int | None, beside: bool) -> tuple[str, ...]:
     return () if alone else (CPU,) * (lanes or 0)
 
 
+def group_of(ranks: int) -> tuple[str, ...]:
+    """The lane of one model in several ranks where nobody named devices; () for a single rank.
+
+    A rank may die, and only an engine outside of the node's process can be started again without the node.
+    """
+    if ranks < 2:
+        return ()
+    here = int(accelerators.plausible() and accelerators.device() != CPU and count("all"))
+    return ("+".join(f"cuda:{index}" for index in range(min(ranks, here))) or CPU,)
+
+
 def of_nodes(
     gpus: str | None, lanes: int | None, group: int, per_gpu: int, nodes: int | None
 ) -> tuple[tuple[str, ...], ...]:

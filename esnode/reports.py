@@ -30,7 +30,9 @@ from protocol.errors import UserError
 
 
 class EngineBroken(UserError):
-    """The only engine of this node failed where it must not."""
+    """The only engine of this node failed where it must not; who looks after the node starts it again."""
+
+    exit_code = 70
 
 
 class Solo:

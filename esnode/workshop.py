@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -172,7 +173,7 @@ def load(options: Options, lock: Lock) -> Workshop:
         backend=options.backend,
         device=device,
         report=tell,
-        wish=options.wish,
+        wish=replace(options.wish, chatter=str(options.folder / f"{options.engine}.log")),
     )
     try:
         prepared.require_room(lock.max_new_tokens, engine.context)

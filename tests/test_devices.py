@@ -28,6 +28,16 @@ def test_an_engine_for_every_gpu_or_group_and_the_cpu_beside_them(monkeypatch: p
     assert lanes_of(None, None) == lanes_of(None, 1) == (), "one engine in the node's own process"
 
 
+def test_ranks_are_a_lane_also_where_nobody_named_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus_here(monkeypatch, 4)
+    monkeypatch.setattr(devices.accelerators, "plausible", lambda: True)
+    assert devices.group_of(1) == ()
+    assert devices.group_of(2) == ("cuda:0+cuda:1",)
+    assert devices.group_of(8) == ("cuda:0+cuda:1+cuda:2+cuda:3",), "too few, which the engine says"
+    monkeypatch.setattr(devices.accelerators, "plausible", lambda: False)
+    assert devices.group_of(2) == ("cpu",)
+
+
 def test_nodes_of_one_machine_share_its_gpus_out(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus_here(monkeypatch, 4)
     monkeypatch.setattr(devices.accelerators, "plausible", lambda: True)

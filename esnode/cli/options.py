@@ -60,9 +60,8 @@ def words(
     """Arguments for `esnode.daemon`; `rest` concerns it alone. Raises DeviceError as `devices.lanes_of`."""
     from esnode import devices
 
-    found = [
-        word for lane in devices.lanes_of(gpus, lanes, tp or 1, engines_per_gpu) for word in ("--lane", lane)
-    ]
+    own = devices.lanes_of(gpus, lanes, tp or 1, engines_per_gpu) or devices.group_of(tp or 1)
+    found = [word for lane in own for word in ("--lane", lane)]
     return found + typed({"tp": tp, **rest})
 
 

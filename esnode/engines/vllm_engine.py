@@ -245,7 +245,7 @@ def load(
     plan = placement.settle(plan, device, wish)
     report(plan)
     memory.require(plan, lock.model)
-    engine = vllm_start.start(lock, folder, kind, threads, count, wish.sharing)
+    engine = vllm_start.start(lock, folder, kind, threads, count, wish)
     ranks = Ranks(engine)
     fingerprint = _fingerprint(lock, device, version, count)
     if count > 1:

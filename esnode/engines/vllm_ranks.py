@@ -110,7 +110,7 @@ class Ranks:
         if EXIT_MEMORY in codes:
             what = f"rank {codes.index(EXIT_MEMORY)} of the vLLM engine ran out of memory"
         elif EXIT_FAULT in codes:
-            what = f"rank {codes.index(EXIT_FAULT)} of the vLLM engine failed, its traceback is in the log"
+            what = f"rank {codes.index(EXIT_FAULT)} of the vLLM engine failed (vllm.log of the node has it)"
         else:
             what = "a process of the vLLM engine ended by itself or did not answer (killed, out of memory)"
         return f"{what}: this engine cannot go on and has to be started again"

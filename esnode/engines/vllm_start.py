@@ -7,19 +7,21 @@ writes: there its layers are told to read the plain weights. Called by `vllm_eng
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 from torch import nn
 
 from esnode.engines.shortage import is_shortage
+from esnode.engines.wish import DEFAULT, Wish
 from protocol.errors import UserError
 from protocol.lock import Lock
 
@@ -59,12 +61,18 @@ def require_supported() -> str:
 
 
 def start(
-    lock: Lock, folder: Path, kind: str, threads: int | None, ranks: int, sharing: int = 1
+    lock: Lock, folder: Path, kind: str, threads: int | None, ranks: int, wish: Wish = DEFAULT
 ) -> LLMEngine:
     """vLLM's engine with dummy weights: the real ones are written through the map."""
+    with _aside(wish.chatter):
+        return _started(lock, folder, kind, threads, ranks, wish)
+
+
+def _started(lock: Lock, folder: Path, kind: str, threads: int | None, ranks: int, wish: Wish) -> LLMEngine:
     _sweep()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the core in this process
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if _shown() else "ERROR")
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # before its own settings count
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if kind == "cpu":
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(CACHE_BYTES[kind] >> 30)
@@ -92,7 +100,7 @@ def start(
     }
     if kind != "cpu":
         settings["kv_cache_memory_bytes"] = CACHE_BYTES[kind]
-        settings["gpu_memory_utilization"] = 0.9 / sharing  # as much must be free when it starts
+        settings["gpu_memory_utilization"] = 0.9 / wish.sharing  # as much must be free when it starts
     if ranks > 1:
         settings |= {
             "tensor_parallel_size": ranks,
@@ -108,10 +116,40 @@ def start(
     except Exception as error:  # of a rank's process vLLM says no more than that it failed
         if ranks == 1 or is_shortage(error):
             raise
+        where = "above" if wish.chatter is None or _shown() else f"in {wish.chatter}"
         raise VllmUnavailable(
-            f"a process of the vLLM engine with {ranks} ranks did not start; its own words are above. Free "
+            f"a process of the vLLM engine with {ranks} ranks did not start; its own words are {where}. Free "
             "memory, check the GPUs, or use --tp 1"
         ) from error
+
+
+def _shown() -> bool:
+    return bool(os.environ.get("ESNODE_DEBUG"))
+
+
+@contextlib.contextmanager
+def _aside(path: str | None) -> Iterator[None]:
+    """What vLLM says meanwhile, and its processes as long as they live, is added to a file."""
+    if path is None or _shown():
+        yield
+        return
+    streams = (sys.stdout, sys.stderr)
+    kept = [os.dup(number) for number in (1, 2)]
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    try:
+        _point(streams, (file, file))
+        yield
+    finally:
+        _point(streams, kept)
+        for number in (file, *kept):
+            os.close(number)
+
+
+def _point(streams: Sequence[TextIO], to: Sequence[int]) -> None:
+    """Let file descriptors 1 and 2 be others, also for processes that start now."""
+    for stream, number, target in zip(streams, (1, 2), to, strict=True):
+        stream.flush()
+        os.dup2(target, number)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What an engine is told about the place of its master. Imports nothing, so that the command line may.
+"""What an engine is told of its place: its master, its neighbours. Imports nothing: the command line may.
 
 Called by `nodeoptions.py`, `placement.py` and the engines' loaders.
 """
@@ -16,7 +16,8 @@ class Wish:
     """`attach`: the path of a master that another process leads, to be read only; `sharing`: how many engines
     this one's GPU, or the CPU, is shared by; `tp`: ranks of the vLLM engine, 0 for as many as it takes;
     `ask`: where the master that another engine of this node leads is, called once ours belongs in host
-    memory, and answered with its path once it is whole, or with "" by who is to lead.
+    memory, and answered with its path once it is whole, or with "" by who is to lead;
+    `chatter`: the file for what a library and its processes say while they start, and these later.
     """
 
     master: str = "auto"
@@ -24,6 +25,7 @@ class Wish:
     sharing: int = 1
     tp: int = 0
     ask: Callable[[], str] | None = None
+    chatter: str | None = None
 
 
 DEFAULT = Wish()
