@@ -73,6 +73,8 @@ def _started(lock: Lock, folder: Path, kind: str, threads: int | None, ranks: in
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the core in this process
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if _shown() else "ERROR")
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # before its own settings count
+    if not _shown():  # pages of its configuration, when an engine fails that we tell of in a sentence
+        logging.getLogger("vllm.logging_utils.dump_input").setLevel(logging.CRITICAL)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if kind == "cpu":
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(CACHE_BYTES[kind] >> 30)
