@@ -3,19 +3,22 @@
     python benchmarks/coordinator.py [--nodes 1000] [--members 4096] [--rounds 3] [--json PATH]
 
 The server is the real process (CURVE, journal with synchronous = FULL, units.jsonl), pinned to the first of
-`--cores`. All nodes are DEALER sockets with keys of their own in this process, pinned to the second. When all
-are connected and hold their first two units, each answers every Assign at once, with a reward out of thin
-air, so that the coordinator is what is measured: every result is journaled and flushed, acknowledged, and
-answered with the next Assign. A member is one unit of one chunk. Nothing else should run on the two cores.
+`--cores`. The nodes are one socket in this process with a connection and a CURVE key for each, pinned to the
+second. Once all are connected and hold their first units, each answers every Assign at once, with a reward
+out of thin air, so that the coordinator is what is measured: every result is journaled and flushed,
+acknowledged, and answered with the next Assign. A member is one unit of one chunk. A round's results begin
+when all have the commit before it, for real units take longer than a commit. Nothing else should run on the
+two cores.
 
-Keys of the JSON: `connect_seconds`, first connect to last Welcome; `ready_seconds`, from there until all hold
-work; `results_per_second`, of the best round, first Result to the Ack of the last of nine tenths of them, all
-in the journal by then (the others share their turn of the loop with the commit), and
-`results_per_second_rounds` of every round; `commit_seconds`, last Ack of a round to the last node's Commit,
-per round, and `commit_bytes` of one of them; `round_seconds`; `server_us_per_result` and
-`server_seconds_of_commit`, processor time of all the server's threads, which other programs disturb less than
-the clock; `resident_mb` and `peak_mb` of the server; besides `nodes`, `members`, `chunks`, `dropped`
-messages and the `load_average` of the machine.
+Keys of the JSON: `connect_seconds`, first connect to last Welcome; `results_per_second`, `best` and `median`
+of the rounds, first Result to the Ack of the last of nine tenths of them, all in the journal by then (the
+others share their turn of the loop with the commit); `us_per_result`, processor time of that by the server's
+threads, Python's and libzmq's, and of this process, `nodes`, medians; `one_core_carries`, results a second of
+a core that does nothing else, by the server's time of the best round: other programs disturb it less than the
+clock, and while `nodes` is the larger the clock shows this process; `commit_seconds`, last Ack of a round to
+the last node's Commit, and `latency_seconds`, the same from its last Result, medians; `commit_bytes` on the
+wire, for one node; `seconds_of_commit`, processor time from nine tenths on; `resting_mb` of the server when
+all are connected, and its `peak_mb`; `dropped` messages; the machine's `load_average`.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import click
@@ -53,7 +57,6 @@ PATIENCE = 120.0
 NOW, MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 PACK = msgpack.Packer(use_bin_type=True).pack
 
-
 Spent = dict[str, float]  # processor seconds by kind of thread
 
 
@@ -62,9 +65,9 @@ class Round:
     """What one round showed, in seconds of this process's clock."""
 
     first: float = 0.0  # the first Result left
+    last: float = 0.0  # the last Result left
     acked: float = 0.0  # the last Ack came
     heard: float = 0.0  # the last node heard the Commit
-    results: int = 0
     acks: int = 0
     most: float = 0.0  # nine tenths of the Acks have come
     spent: list[Spent] = field(default_factory=list)  # processor seconds: at first, at most, at heard
@@ -149,7 +152,7 @@ class Pool:
         if not round.first:
             round.first = time.perf_counter()
             round.spent.append(self.processor_seconds())
-        round.results += 1
+        round.last = time.perf_counter()
         self.send(node, PACK(fields))
 
     def begin(self) -> None:
@@ -231,8 +234,6 @@ def measure(folder: Path, nodes: int, members: int, rounds: int, cores: list[int
         server = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=log)
     try:
         os.sched_setaffinity(server.pid, {cores[0]})
-        if os.environ.get("BATCHED"):
-            os.sched_setscheduler(server.pid, os.SCHED_BATCH, os.sched_param(0))
         os.sched_setaffinity(0, {cores[-1]})
         address = wait_for(lambda: _address(folder), 20)
         key = nodeoptions.pinned_key(folder)
@@ -276,49 +277,45 @@ def _run(
     connected = time.perf_counter() - began
     units = min(2 * pool.size, lock.members)
     resting, _ = memory(pid)
-    ready = 0.0
     for number, round in enumerate(pool.rounds):
         _until(pool, lambda: len(pool.kept) >= units, "all hold work")
-        ready = ready or time.perf_counter() - began - connected
         pool.begin()
         _until(pool, lambda round=round: round.commits == pool.size, f"commit {number} is with everybody")  # type: ignore[misc]
-    resident, peak = memory(pid)
-    wire_counts = admin.ask(folder, "status")["wire"]
-    nine_tenths = lock.members * 9 // 10
-    rates = [nine_tenths / (round.most - round.first) for round in pool.rounds]
+    dropped = admin.ask(folder, "status")["wire"]["dropped"]
+    size = {"nodes": pool.size, "members": lock.members, "rounds": rounds, "connect_seconds": connected}
+    rest = {"resting_mb": resting, "peak_mb": memory(pid)[1], "dropped": dropped}
+    return size | figures(pool.rounds, lock.members * 9 // 10) | rest | {"load_average": os.getloadavg()[0]}
+
+
+def figures(rounds: list[Round], most: int) -> dict[str, Any]:
+    """What the rounds showed. `most`: the results of one that are timed."""
+    rates = [most / (one.most - one.first) for one in rounds]
+    spent = [_between(one.spent[0], one.spent[1], 1e6 / most) for one in rounds]
+    least = min(one["python"] + one["libzmq"] for one in spent)
     return {
-        "nodes": pool.size,
-        "members": lock.members,
-        "chunks": lock.chunk_count(0),
-        "connect_seconds": round_to(connected),
-        "ready_seconds": round_to(ready),
-        "results_per_second": int(max(rates)),
-        "results_per_second_rounds": [int(rate) for rate in rates],
-        "commit_seconds": [round_to(one.heard - one.acked) for one in pool.rounds],
-        "commit_bytes": pool.rounds[-1].commit_bytes,
-        "round_seconds": [round_to(one.heard - one.first) for one in pool.rounds],
-        "resting_mb": round_to(resting),
-        "resident_mb": round_to(resident),
-        "peak_mb": round_to(peak),
-        "us_per_result": [
-            {
-                kind: int(1e6 * (one.spent[1][kind] - one.spent[0][kind]) / nine_tenths)
-                for kind in one.spent[0]
-            }
-            for one in pool.rounds
-        ],
-        "seconds_of_commit": [
-            {kind: round_to(one.spent[2][kind] - one.spent[1][kind]) for kind in one.spent[0]}
-            for one in pool.rounds
-        ],
-        "dropped": wire_counts["dropped"],
-        "load_average": os.getloadavg()[0],
+        "results_per_second": {"best": max(rates), "median": median(rates)},
+        "us_per_result": _medians(spent),
+        "one_core_carries": 1e6 / least,
+        "commit_seconds": median(one.heard - one.acked for one in rounds),
+        "latency_seconds": median(one.heard - one.last for one in rounds),
+        "commit_bytes": rounds[-1].commit_bytes,
+        "seconds_of_commit": _medians([_between(one.spent[1], one.spent[2]) for one in rounds]),
     }
 
 
-def round_to(value: float) -> float:
-    """Three digits after the point."""
-    return round(value, 3)
+def _between(before: Spent, after: Spent, factor: float = 1.0) -> Spent:
+    return {kind: factor * (after[kind] - before[kind]) for kind in before}
+
+
+def _medians(rows: list[Spent]) -> Spent:
+    return {kind: median(row[kind] for row in rows) for kind in rows[0]}
+
+
+def rounded(value: Any) -> Any:
+    """Four digits for people."""
+    if isinstance(value, dict):
+        return {name: rounded(inner) for name, inner in value.items()}
+    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 def _until(pool: Pool, condition: Any, what: str) -> None:
@@ -339,8 +336,9 @@ def main(nodes: int, members: int, rounds: int, cores: str, path: Path | None) -
     """Measure one coordinator on one core."""
     with tempfile.TemporaryDirectory(prefix="esnode-bench-") as folder:
         found = measure(Path(folder), nodes, members, rounds, [int(core) for core in cores.split(",")])
+    found = rounded(found)
     for name, value in found.items():
-        print(f"{name:28} {value}")
+        print(f"{name:20} {value}")
     if path is not None:
         path.write_text(json.dumps(found, indent=1) + "\n")
 
