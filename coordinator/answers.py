@@ -72,17 +72,18 @@ def inherited(state: State) -> bool:
     return state.lineage.roots == state.chain.height
 
 
-def unconfirmed(state: State) -> list[str]:
-    """Names of those who worked lately or are connected and have not said that they hold this END.
-
-    A process that finds its own END in its journal cannot know who has: it names nobody.
-    """
-    if state.chain.entries[-1].nonce != state.nonce and not inherited(state):
-        return []
+def last_words(state: State) -> str:
+    """A coordinator leaves an ended run: who worked lately or is connected, and may lack its END."""
     left = {key for key, node in state.nodes.items() if node.left.startswith((RUN_ENDED, RELEASED))}
     gone = {number for key, number in state.numbers.items() if key in left}
     names = {_name(state, number) for number in _recent(state) if number not in gone}
-    return sorted(names | {node.name for key, node in state.nodes.items() if key not in left})
+    names |= {node.name for key, node in state.nodes.items() if key not in left}
+    words = f"{RUN_ENDED}: {state.chain.round} rounds are committed"
+    if not names:
+        return words
+    known = state.chain.entries[-1].nonce == state.nonce or inherited(state)
+    how = "not confirmed by" if known else "not heard since this start:"  # others may have confirmed before
+    return f"{words}; {how} {', '.join(sorted(names))}"
 
 
 def _staying(state: State) -> set[int]:

@@ -199,9 +199,7 @@ def _linger(turn: Turn, since: float) -> None:
         alone = LINGER if answers.inherited(state) else LINGER_ALONE
         over = (bool(state.nodes) and not rest) or state.now - since >= alone
     if over:
-        missing = answers.unconfirmed(state)
-        told = f"; not confirmed by {', '.join(missing)}" if missing else ""
-        turn.stop(f"{RUN_ENDED}: {state.chain.round} rounds are committed{told}", 0)
+        turn.stop(answers.last_words(state), 0)
 
 
 def _expire(turn: Turn) -> None:

@@ -15,6 +15,7 @@ from coordinator.events import (
     EntryAppended,
     Event,
     FaultFound,
+    Note,
     Persist,
     Record,
     Recovery,
@@ -73,6 +74,7 @@ class Checkers:
         self.measured: dict[tuple[Unit, bytes, int], tuple[float, ...]] = {}
         self.promises: dict[str, Promises] = {}  # of each coordinator
         self.stored_by: dict[str, set[bytes]] = {}  # what each node has put on its disk
+        self.void_probes: set[tuple[str, int]] = set()  # that some coordinator gave up, after three failures
         self.batches = 0
         self.let_in: set[bytes] = set()  # keys that were on the list when somebody was told
         self.honest = True  # whether every node measures and applies what it should
@@ -131,7 +133,8 @@ class Checkers:
             what = f"acknowledged chunk {chunk} of member {index} of round {entry.round} is lost"
             require(kind == Kind.PROBE or index in named, what)
         if self.probes(entry.round):
-            require(entry.round in before.scored, f"round {entry.round} closed before its held-out probe")
+            known = entry.round in before.scored or (name, entry.round) in self.void_probes
+            require(known, f"round {entry.round} closed before its held-out probe")
         if self.honest:
             self._replay(entry, body, before)
             root_ok = not body.snapshot or self.tree.rooted(body.snapshot, before) or self.flipped
@@ -207,8 +210,14 @@ class Checkers:
         """A node rests on another END than the run's: if it worked lately, somebody's last words say so."""
         if key not in self.histories.recent_workers([entry.hash for entry in self.chain]):
             return
-        words = [words for _, words in stops if "histories" in words or "two copies" in words]
-        words += [words for _, words in stops if "not confirmed by" in words and name in words]
+        lacking = ("not confirmed by", "not heard since")
+        words = [
+            told
+            for _, told in stops
+            if "two histories" in told
+            or "two copies" in told
+            or (name in told and any(how in told for how in lacking))
+        ]
         require(bool(words), f"{name} rests on another END than the run's, and nobody says so")
 
     def at_head(self, raws: Sequence[bytes]) -> bool:
@@ -227,6 +236,8 @@ class Checkers:
                 if flushed < 0:
                     return
                 self._recorded(name, before, after, effect.record)
+            elif isinstance(effect, Note) and effect.kind == "score" and "void" in effect.fields:
+                self.void_probes.add((name, effect.fields["round"]))
             elif isinstance(effect, Send) and isinstance(effect.message, Ack):
                 if effect.message.verdict == "ok" and not promises.acknowledge(effect.message.unit):
                     audit = _audited(before, after, effect.peer, effect.message.unit)
