@@ -34,6 +34,7 @@ class Dispute(msgspec.Struct, frozen=True):
     repaired: frozenset[bytes] = frozenset()  # who changed
     answers: Mapping[bytes, Rederived] = {}
     asked: Mapping[bytes, tuple[float, float]] = {}  # CURVE key -> when first and when last
+    base: int = 0  # 1: replay goes from the base now, checkpoints have confirmed two sides
     took: float = 0.0  # seconds the slowest replay of this dispute took that was answered
     forced: bool = False  # agreement does not end it, only a confirmation by replay does
 
@@ -108,6 +109,8 @@ def misfit(state: Any, message: Rederived) -> str:
     rows = (len(message.held), len(message.derived))
     if rows != (max(len(message.pieces), 1),) * 2:
         return f"{len(message.pieces)} pieces, {rows[0]} digests before the replay and {rows[1]} after it"
+    if message.since > message.commits:
+        return f"replay to {message.commits} rounds that began after {message.since}"
     if message.contradicted and state.chain.digest_at(message.contradicted - 1) is None:
         return f"it contradicts a digest after {message.contradicted - 1} rounds that no entry states"
     return ""

@@ -2,9 +2,10 @@
 
 Pure. Every word of a node on D comes through `observe`. While all agree, D may be signed once a second node
 (or the only one there is) has said it. When they differ, one node of each side tells the digests of its
-pieces, and re-derives those that differ from the base: who changes was at fault and is repaired, who is
-confirmed never yields, and two confirmed sides stop the run. Nothing is signed meanwhile. Called by
-`machine.py` and `work.py`; the values are in `claims.py`.
+pieces, and re-derives those that differ from its checkpoint: who changes was at fault and is repaired, who is
+confirmed never yields. Where that confirms two sides both re-derive from the base, and two sides confirmed
+then stop the run. Nothing is signed meanwhile. Called by `machine.py` and `work.py`; the values are in
+`claims.py`.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def settle(turn: Turn) -> None:
     dispute = turn.proof.dispute
     if dispute is not None:
         won = [digest for digest in found if digest in dispute.confirmed]
-        if len(won) > 1:
+        if len(won) > 1 and not _deepen(turn, dispute):
             return standoff.stop_both(turn, dispute, won)
         if len(found) > 1 or (dispute.forced and not won):
             return _pursue(turn)
@@ -117,7 +118,7 @@ def _spot_check(turn: Turn) -> None:
     count = len(pieces_of(state.lock))
     entropy = hashlib.blake2b(number.to_bytes(8, "little"), key=state.secret or state.nonce).digest()
     piece = int.from_bytes(entropy[:8], "little") % count
-    turn.send(present[0], Rederive(number, (piece,), "a random check: nobody else can contradict you"))
+    turn.send(present[0], Rederive(number, (piece,), "a random check: nobody else can contradict you", 1))
 
 
 # ---------------------------------------------------------------- a dispute
@@ -143,6 +144,8 @@ def _pursue(turn: Turn) -> None:
     open_sides = {digest: keys for digest, keys in found.items() if digest not in dispute.confirmed}
     won = [digest for digest in found if digest in dispute.confirmed]
     if won and not any(open_sides.values()) and state.chain.digest in open_sides:
+        if _deepen(turn, dispute):
+            return _pursue(turn)
         return standoff.stop_ledger(turn, dispute, won[0], state.chain.digest)
     alive = sum(bool(keys) for keys in found.values())
     for keys in open_sides.values():
@@ -150,6 +153,24 @@ def _pursue(turn: Turn) -> None:
         asked = keys if dispute.repaired & set(keys) else keys[:1]
         for key in asked:
             _ask(turn, key, alone=alive < 2)
+
+
+def _deepen(turn: Turn, dispute: Dispute) -> bool:
+    """Whether a side rests on replay from a checkpoint alone, which may hold what is wrong: the base now."""
+    whole = {answer.digest for answer in dispute.answers.values() if not answer.since}
+    near = set(dispute.confirmed) - whole
+    if not near or dispute.base:
+        return False
+    _update(
+        turn,
+        base=1,
+        confirmed={digest: name for digest, name in dispute.confirmed.items() if digest in whole},
+        answers={key: answer for key, answer in dispute.answers.items() if not answer.since},
+        asked={},
+        took=0.0,
+    )
+    turn.note("dispute", round=dispute.commits, what="checkpoints confirm more than one side: from the base")
+    return True
 
 
 def _let_go(turn: Turn) -> None:
@@ -180,9 +201,9 @@ def _ask(turn: Turn, key: bytes, *, alone: bool) -> None:
     reason = _reason(turn, key)
     held = dispute.digests.get(key, ())
     if alone or key in dispute.repaired or dispute.forced:
-        question = Rederive(dispute.commits, (), reason)
+        question = Rederive(dispute.commits, (), reason, 1)
     elif dispute.pieces:
-        question = Rederive(dispute.commits, dispute.pieces, reason)
+        question = Rederive(dispute.commits, dispute.pieces, reason, dispute.base)
     elif len(held) < len(pieces_of(turn.lock)):
         question = DigestAsk(dispute.commits, len(held), reason)
     else:
@@ -263,7 +284,8 @@ def on_rederived(turn: Turn, peer: bytes, message: Rederived) -> None:
     if not message.held:
         _blame(turn, peer, message.commits, f"{message.reason}; it has mended them")
         return observe(turn, peer, message.commits, message.digest)
-    if message.commits != state.chain.round:
+    late = state.proof.dispute is not None and state.proof.dispute.base and message.since
+    if message.commits != state.chain.round or late:
         return
     _took(turn, peer)
     if message.held == message.derived:

@@ -76,8 +76,9 @@ class JsonLines:
             self._file.flush()
 
     def close(self) -> None:
-        """Let go of the file."""
-        self._file.close()
+        """Let go of the file, written to its end. OutputError as before."""
+        with self._explained():
+            self._file.close()
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:

@@ -11,7 +11,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from protocol import keys, plan
+from protocol import keys, plan, zmtp
 from protocol.errors import UserError
 from protocol.lock import LockError, lock_from_bytes
 from protocol.plan import Lock, Ops
@@ -77,7 +77,8 @@ def usual_address(folder: Path, bind: str) -> str | None:
     """The address of the last start, when `bind` leaves the port open and names the same host."""
     try:
         last = (folder / "coordinator" / ADDRESS).read_text().strip()
-    except OSError:
+        zmtp.host_and_port(last)
+    except (OSError, ValueError):  # damaged: it is written anew
         return None
     host, _, port = bind.rpartition(":")
     return last if port == "0" and last.rpartition(":")[0] == host else None

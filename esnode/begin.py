@@ -105,7 +105,7 @@ def _adjust(folder: RunFolder, request: Request) -> None:
     """Write changed operating settings into the plan."""
     if request.rounds is None:
         return
-    written = plan.parse(folder.plan.read_text(encoding="utf-8"))
+    written = planfile.read_plan(folder.plan)
     if written.ops.rounds != request.rounds:
         write_file(folder.plan, plan.render(plan.changed(written, rounds=request.rounds)).encode())
 
@@ -126,7 +126,7 @@ def _kept(folder: RunFolder) -> Lock | None:
 def _lock(folder: RunFolder, code: Path | None, tell: Tell) -> Lock:
     from esnode import locking
 
-    parsed = plan.parse(folder.plan.read_text(encoding="utf-8"))
+    parsed = planfile.read_plan(folder.plan)
     lock, data, _model = locking.resolve(parsed, trusted=[own_key()], progress=tell, code=code)
     write_file(folder.task, data)
     write_file(folder.lock, lock.to_bytes())

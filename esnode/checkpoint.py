@@ -8,6 +8,7 @@ thread.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -159,13 +160,23 @@ class Checkpoints:
                         if digest == header.digest:
                             return height + 1, digest
                         why = f"its weights have digest {digest:016x}, its header says {header.digest:016x}"
-                        path.unlink()  # nobody else shall load it
+                        path.unlink(missing_ok=True)  # nobody else shall load it
             except SnapshotError as error:
                 why = str(error)
-                path.unlink()
+                path.unlink(missing_ok=True)  # another lane may have been faster
             except OSError as error:
                 why = str(error)
             log.warning("checkpoint %s is not used: %s", path.name, why)
+        return None
+
+    def stated(self, entries: Sequence[Entry]) -> tuple[Path, int] | None:
+        """The newest file whose D these entries state after its round, and how many of them it reflects."""
+        heights = {entry.hash: k for k, entry in enumerate(entries[:-1]) if entry.kind is EntryKind.COMMIT}
+        for path in snapshot.files(self.folder):
+            with contextlib.suppress(SnapshotError, OSError), Reader(path) as reader:
+                height = heights.get(reader.header.entry)
+                if height is not None and not self._misfit(reader.header, entries, height):
+                    return path, height + 1
         return None
 
     def _misfit(self, header: Header, entries: Sequence[Entry], height: int | None) -> str:

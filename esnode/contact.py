@@ -23,7 +23,6 @@ EXPLAIN_SECONDS = 1.5  # all three together stay below ten seconds
 ANSWER_SECONDS = 8.0
 ASK_AGAIN = 2.0
 SETTLED_SECONDS = 1.5  # a coordinator that is just starting gets this long
-_TELLING = (State.REFUSED, State.WRONG_KEY, State.FOREIGN, State.SILENT)  # what says most comes first
 
 M = TypeVar("M", bound=Message)
 
@@ -128,15 +127,15 @@ def _settled(health: Health, now: float) -> bool:
     return (health.hopeless or health.state == State.UNREACHABLE) and now - health.since > SETTLED_SECONDS
 
 
-_KINDS = {State.REFUSED: NotAdmitted, State.SILENT: Unreachable}
-
-
 def _explained(healths: Sequence[Health], addresses: Sequence[str], nameless: dict[str, str]) -> ContactError:
-    for state in _TELLING:
-        for health in healths:
-            if health.state == state:
-                return _KINDS.get(state, ContactError)(health.sentence)
+    """What says most. A handshake that was cut is a wrong key only where somebody speaks our language."""
     rest = [address for address in addresses if address not in nameless]
-    reasons = nameless | reach.closed(rest, EXPLAIN_SECONDS)
-    told = [f"{a}: {reasons.get(a, 'the connection breaks off')}" for a in addresses]
+    for health in healths:
+        if health.state == State.REFUSED:
+            return NotAdmitted(health.sentence)
+    reasons = nameless | reach.obstacles(rest, EXPLAIN_SECONDS)
+    for address, health in zip(rest, healths, strict=True):
+        if health.state in (State.WRONG_KEY, State.FOREIGN) and address not in reasons:
+            return ContactError(health.sentence)
+    told = [f"{a}: {reasons.get(a, 'the handshake does not come to its end')}" for a in addresses]
     return Unreachable("the coordinator cannot be reached. " + "; ".join(told))

@@ -37,6 +37,7 @@ from esnode import (
     node,
     nodeoptions,
     peers,
+    reach,
     reports,
     snapshotevents,
 )
@@ -202,8 +203,11 @@ class Daemon:
             self._link.receive()
             self._mind_link(now)
             health = self._link.health(now)
-            if (health.hopeless and now - health.since > HOPELESS_SECONDS) or now > self._contact_by:
-                raise DaemonError(f"{health.sentence} (for the run in {self._options.run})")
+            late = now > self._contact_by
+            if late or (health.hopeless and now - health.since > HOPELESS_SECONDS):
+                why = "" if health.state == State.REFUSED else reach.sentence(self._link.address)
+                if late or not why:
+                    raise DaemonError(f"{why or health.sentence} (for the run in {self._options.run})")
             if self._leave is not None:
                 return False
         return True

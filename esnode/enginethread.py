@@ -72,8 +72,13 @@ class Workshop(Protocol):
     def held(self, pieces: Sequence[int]) -> tuple[int, ...]:
         """Digests of these pieces of the master, read from memory."""
 
-    def derive(self, entries: Sequence[Entry], pieces: Sequence[int]) -> tuple[int, ...]:
-        """Digests of these pieces by replay with the reference kernel; beside anything else."""
+    def derive(
+        self, entries: Sequence[Entry], pieces: Sequence[int], base: bool
+    ) -> tuple[tuple[int, ...], int]:
+        """Digests of these pieces by replay with the reference kernel, and from which round on.
+
+        Beside anything else. `base`: from the base (0) even where there is a checkpoint.
+        """
 
     def mend(self, pieces: Sequence[int]) -> int:
         """Overwrite pieces with what was derived last; D."""
@@ -150,11 +155,12 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Derived:
-    """What pieces held when it was asked, and what replay gives."""
+    """What pieces held when it was asked, and what replay gives, begun from a state of `since` rounds."""
 
     pieces: tuple[int, ...]
     held: tuple[int, ...]
     derived: tuple[int, ...]
+    since: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,13 +224,13 @@ class EngineThread:
         """
         self._beside(lambda: Read(self._workshop.all_held(), self._workshop.damaged()))
 
-    def prove(self, entries: tuple[Entry, ...], pieces: tuple[int, ...]) -> None:
+    def prove(self, entries: tuple[Entry, ...], pieces: tuple[int, ...], base: bool) -> None:
         """Replay pieces beside whatever else happens; a `Derived` follows.
 
         What the master holds is read before this returns.
         """
         held = self._workshop.held(pieces)
-        self._beside(lambda: Derived(pieces, held, self._workshop.derive(entries, pieces)))
+        self._beside(lambda: Derived(pieces, held, *self._workshop.derive(entries, pieces, base)))
 
     def save(self, round: int, entry: bytes, digest: int) -> None:
         """Write the master as a snapshot beside what comes next; a `Saved` follows."""

@@ -34,17 +34,15 @@ _WATCHED = (
     | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
     | zmq.Event.HANDSHAKE_FAILED_AUTH
 )
-_HANDSHAKES = (
-    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL,
-    zmq.Event.HANDSHAKE_FAILED_PROTOCOL,
-    zmq.Event.HANDSHAKE_FAILED_AUTH,
-)
+_VERDICTS = (zmq.Event.HANDSHAKE_FAILED_PROTOCOL, zmq.Event.HANDSHAKE_FAILED_AUTH)
+_HANDSHAKES = (zmq.Event.HANDSHAKE_FAILED_NO_DETAIL, *_VERDICTS)
+CUT = "it cuts the handshake: its key is not the one expected, or it is just ending"
 _WHY = {
     zmq.Event.CONNECTED: "it accepts connections and stays silent",
     zmq.Event.CONNECT_RETRIED: "nothing answers",
     zmq.Event.CLOSED: "nothing answers",
     zmq.Event.DISCONNECTED: "the connection was cut",
-    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: "the handshake was cut: its key is not the one expected",
+    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: CUT,
     zmq.Event.HANDSHAKE_FAILED_PROTOCOL: "what listens there is no peer",
     zmq.Event.HANDSHAKE_FAILED_AUTH: "it does not admit this node's key yet",
 }
@@ -66,7 +64,8 @@ class Wire:
         self.address = address
         self.up = False
         self.reason = "no answer at all"
-        self.failed = False  # in a handshake: that says more than the retries after it
+        self.failed = False  # in a handshake, and not by chance: that says more than the retries after it
+        self._cuts = 0
         self._dealer: zmq.Socket[Any] = context.socket(zmq.DEALER)
         for option, value in (
             (zmq.IMMEDIATE, 1),
@@ -98,11 +97,12 @@ class Wire:
         while self._monitor.poll(0):
             event = zmq.Event(parse_monitor_message(self._monitor.recv_multipart())["event"])
             if event == zmq.Event.HANDSHAKE_SUCCEEDED:
-                self.up, self.failed = True, False
+                self.up, self.failed, self._cuts = True, False, 0
             elif event in _WHY:
                 if event == zmq.Event.DISCONNECTED:
                     self.up = False
-                self.failed = self.failed or event in _HANDSHAKES
+                self._cuts += event == zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
+                self.failed = self.failed or self._cuts > 1 or event in _VERDICTS
                 if not self.up and (event in _HANDSHAKES or not self.failed):
                     self.reason = _WHY[event]
 

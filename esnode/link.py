@@ -65,7 +65,7 @@ _SENTENCES = {
     State.CONNECTING: "connecting to {address}",
     State.CONNECTED: "connected to {address}",
     State.UNREACHABLE: "nothing answers at {address}; is the coordinator running, and is the port open?",
-    State.SILENT: "{address} accepts connections but stays silent; is the coordinator stopped or overloaded?",
+    State.SILENT: "{address} accepts connections but does not answer: stopped or overloaded",
     State.WRONG_KEY: "{address} breaks the handshake off: its key is not the one this node expects; "
     "if a successor serves the run now, ask its operator for an invite",
     State.FOREIGN: "what listens at {address} is no encrypted esnode coordinator",
@@ -229,7 +229,7 @@ class Link:
         elif event == zmq.Event.HANDSHAKE_FAILED_PROTOCOL:
             self._set(State.FOREIGN)
         elif event == zmq.Event.HANDSHAKE_FAILED_NO_DETAIL:
-            self._cut += 1
+            self._cut, self._tcp_since = self._cut + 1, 0.0
             if self._cut >= _CUT_HANDSHAKES:
                 self._set(State.WRONG_KEY)
         elif event == zmq.Event.DISCONNECTED and self._state == State.CONNECTED:

@@ -19,8 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from esnode import manifest
-from protocol import plan as planning
+from esnode import manifest, planfile
 from protocol.errors import UserError
 from protocol.lock import Lock
 
@@ -106,9 +105,9 @@ def of_run(named: str | None, run: Path, lock: Lock, progress: Progress = silent
     """The base model of the run in a folder: the one `named`, else its plan's, else what goes by the lock's
     label.
     """
-    try:
-        named = named or planning.parse((run / "plan.toml").read_text(encoding="utf-8")).model
-    except OSError:  # a joined run has none
+    if not named and (run / "plan.toml").is_file():
+        named = planfile.read_plan(run / "plan.toml").model
+    if not named:  # a joined run has no plan
         return find_by_base(lock.base, lock.model, progress)
     return resolve(named, progress)
 

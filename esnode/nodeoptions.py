@@ -219,7 +219,7 @@ def pinned_key(run: Path) -> bytes:
     """The coordinator's public key, the only one this node will talk to."""
     path = key_file(run)
     try:
-        return keys.parse_public(path.read_text(), str(path))
+        return keys.parse_public(path.read_text(errors="replace"), str(path))
     except OSError as error:
         raise FolderMissing(
             f"cannot read the coordinator's public key {path}; start the coordinator first"

@@ -61,7 +61,8 @@ def on_digested(turn: Turn, event: Digested) -> None:
 def on_rederive(turn: Turn, message: Rederive) -> None:
     proof = turn.state.proof
     last = proof.answer
-    if last is not None and (last.commits, last.pieces) == (message.commits, message.pieces):
+    again = last is not None and (last.commits, last.pieces) == (message.commits, message.pieces)
+    if last is not None and again and not (message.base and last.since):
         return turn.send(last)
     if proof.question is not None or not _settled(turn, message.commits):
         return
@@ -70,7 +71,8 @@ def on_rederive(turn: Turn, message: Rederive) -> None:
     turn.note("proof", reason=message.reason, pieces=len(message.pieces))
     _set(turn, question=message, held=turn.state.digest)
     if message.pieces:
-        turn.do(Prove(tuple(turn.state.chain.entries[: turn.state.applied]), message.pieces))
+        base = bool(message.base or proof.contradicted)  # checkpoints prove nothing against the ledger
+        turn.do(Prove(tuple(turn.state.chain.entries[: turn.state.applied]), message.pieces, base))
     else:
         turn.rewind(far=True)
 
@@ -81,7 +83,7 @@ def on_proved(turn: Turn, event: Proved) -> None:
     if question is None or question.pieces != event.pieces:
         return
     if event.held == event.derived:
-        return _answer(turn, event.held, event.derived)
+        return _answer(turn, event.held, event.derived, event.since)
     if state.rounds != question.commits:  # what was derived is of a state gone by
         _set(turn, question=None)
         where = ", ".join(str(pieces_of(state.lock)[k]) for k in event.pieces)
@@ -91,7 +93,7 @@ def on_proved(turn: Turn, event: Proved) -> None:
     _set(turn, mend=event, contradicted=0)
 
 
-def _answer(turn: Turn, held: tuple[int, ...], derived: tuple[int, ...]) -> None:
+def _answer(turn: Turn, held: tuple[int, ...], derived: tuple[int, ...], since: int = 0) -> None:
     state, question = turn.state, turn.state.proof.question
     assert question is not None
     by = f"{REFERENCE if question.pieces else 'kernel ' + state.about.backend}, {state.about.versions}"
@@ -104,10 +106,12 @@ def _answer(turn: Turn, held: tuple[int, ...], derived: tuple[int, ...]) -> None
         contradicted=state.proof.contradicted,
         by=by,
         reason=question.reason,
+        since=since,
     )
     _set(turn, question=None, answer=answer)
     if held != derived:
-        turn.note("dispute", what="this replica was at fault and is mended", digest=f"{state.digest:016x}")
+        what = "this replica was at fault and is mended"
+        turn.note("dispute", what=what, digest=f"{state.digest:016x}", since=since)
     turn.send(answer)
 
 
@@ -168,7 +172,7 @@ def on_mended(turn: Turn, event: Mended) -> None:
         )
         _report(turn, f"{names} changed in memory between two reads{same}")
     elif proof.mend is not None and proof.question is not None:
-        _answer(turn, proof.mend.held, proof.mend.derived)
+        _answer(turn, proof.mend.held, proof.mend.derived, proof.mend.since)
 
 
 def on_lane_repaired(turn: Turn, event: LaneRepaired) -> None:
@@ -188,7 +192,7 @@ def _report(turn: Turn, reason: str) -> None:
     """Tell the coordinator what was found here; with every word on D again while the state lasts."""
     state = turn.state
     turn.note("replica", what="mended", reason=reason)
-    report = Rederived(state.rounds, (), (), (), state.digest, 0, state.about.versions, reason)
+    report = Rederived(state.rounds, (), (), (), state.digest, 0, state.about.versions, reason, 0)
     _set(turn, report=report)
     turn.send(report)
 

@@ -45,12 +45,16 @@ class Digested:
 
 @dataclass(frozen=True, slots=True)
 class Proved:
-    """What the pieces of a `Prove` held when it was asked, and what replay with the reference gives."""
+    """What the pieces of a `Prove` held when it was asked, and what replay with the reference gives.
+
+    `since`: rounds of the state that it began from, 0 for the base.
+    """
 
     now: float
     pieces: tuple[int, ...]
     held: tuple[int, ...]
     derived: tuple[int, ...]
+    since: int = 0
 
 
 # ---------------------------------------------------------------- effects
@@ -78,10 +82,12 @@ class TakeDigests:
 
 @dataclass(frozen=True, slots=True)
 class Prove:
-    """Note the digests of these pieces now, then derive them from the base and these entries.
+    """Note the digests of these pieces now, then derive them by replay of these entries.
 
-    With the `reference` kernel, beside whatever else the node does.
+    With the `reference` kernel, beside whatever else the node does; from the newest checkpoint whose D the
+    entries state, or from the base where there is none or `base` says so.
     """
 
     entries: tuple[Entry, ...]
     pieces: tuple[int, ...]
+    base: bool

@@ -1,7 +1,8 @@
-"""Why a coordinator's address cannot be reached from here, in words.
+"""Why a coordinator or peer cannot be reached at an address from here, in words.
 
 Shell. All addresses are looked at at once and told apart within seconds: a name that does not resolve, a
-closed port, a firewall that drops packets, no route. Called by `contact.py`.
+closed port, a firewall that drops packets, no route, a port that hangs up, is silent or speaks otherwise.
+Called by `contact.py`, `daemon.py` and `salvage.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from collections.abc import Callable, Sequence
 from protocol import zmtp
 
 Place = tuple[socket.AddressFamily, tuple[object, ...]]
+EXPLAIN_SECONDS = 1.5  # are enough to find out
+_ZMTP = b"\xff" + bytes(8) + b"\x7f"  # how a greeting begins; sent without being asked
 _NO_NAME_SERVICE = "the name service does not answer; check this machine's network and DNS"
 
 
@@ -28,9 +31,15 @@ def unresolved(addresses: Sequence[str], patience: float) -> dict[str, str]:
     return _all_at_once(addresses, look, patience, _NO_NAME_SERVICE)
 
 
-def closed(addresses: Sequence[str], patience: float) -> dict[str, str]:
-    """Reasons for those addresses that accept no TCP connection within `patience` seconds."""
+def obstacles(addresses: Sequence[str], patience: float) -> dict[str, str]:
+    """Reasons for those addresses where nobody begins to speak ZMTP within `patience` seconds."""
     return _all_at_once(addresses, _knock, patience, _NO_NAME_SERVICE)
+
+
+def sentence(address: str, patience: float = EXPLAIN_SECONDS) -> str:
+    """Why the coordinator cannot be spoken to at an address; "" where somebody greets."""
+    reason = obstacles([address], patience).get(address)
+    return f"the coordinator cannot be reached. {address}: {reason}" if reason else ""
 
 
 def _all_at_once(
@@ -65,7 +74,7 @@ def _places(address: str) -> tuple[list[Place], str]:
 
 
 def _knock(address: str, deadline: float) -> str:
-    """Empty when the address accepts a connection, else why not."""
+    """Empty when somebody greets there as a ZMTP socket does at once, else what happens."""
     places, reason = _places(address)
     port = zmtp.host_and_port(address)[1]
     for k, (family, place) in enumerate(places):
@@ -74,17 +83,32 @@ def _knock(address: str, deadline: float) -> str:
             with socket.socket(family, socket.SOCK_STREAM) as knock:
                 knock.settimeout(max(0.1, left))
                 knock.connect(place)
-                return ""
+                return _greeting(knock, deadline)
         except OSError as error:
             reason = _why(error, port)
     return reason
+
+
+def _greeting(knock: socket.socket, deadline: float) -> str:
+    """What is wrong with the first byte that comes over a connection; "" for ZMTP's."""
+    knock.settimeout(max(0.1, deadline - time.monotonic()))
+    try:
+        knock.sendall(_ZMTP)
+        first = knock.recv(1)
+    except TimeoutError:
+        return "it accepts connections but stays silent: stopped or overloaded"
+    except OSError:
+        first = b""
+    if not first:
+        return "it accepts connections and hangs up: it is just ending, or a proxy has nothing behind it"
+    return "" if _ZMTP.startswith(first) else "what listens there is something else than esnode"
 
 
 def _why(error: OSError, port: int) -> str:
     if isinstance(error, TimeoutError):
         return f"no answer at all; the host is off, or a firewall drops packets to port {port}"
     if error.errno == errno.ECONNREFUSED:
-        return f"nothing listens on port {port} there; is the coordinator running?"
+        return f"nothing listens on port {port} there: it is not running, or listens elsewhere"
     if error.errno in (errno.ENETUNREACH, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
         return "this machine has no route there (no network, or no IPv6)"
     if error.errno == errno.EHOSTUNREACH:

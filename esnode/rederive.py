@@ -18,6 +18,8 @@ from esnode.engines.replica_engine import ReplicaEngine
 from esnode.kernels.interface import Kernels, Region
 from esnode.kernels.reference import ReferenceKernels
 from esnode.parts import master_of
+from esnode.snapshot import Reader
+from esnode.state import DTYPES
 from protocol import seeds
 from protocol.ledger import Chain, Entry, step_of
 from protocol.lock import Lock
@@ -51,9 +53,35 @@ class Rederiver:
         return self.held(range(len(self._pieces)))
 
     def derive(self, entries: Sequence[Entry], numbers: Sequence[int]) -> tuple[int, ...]:
-        """Replay these pieces with the reference kernel; their digests. The values wait for `mend`."""
-        steps = self._steps(entries)
-        self._derived = {k: self._replay(self._pieces[k], steps, self._reference, "cpu") for k in numbers}
+        """Replay these pieces from the base with the reference kernel; their digests.
+
+        The values wait for `mend`.
+        """
+        return self._derive({k: self._base(self._pieces[k]) for k in numbers}, self._steps(entries))
+
+    def derive_from(
+        self, path: Path, height: int, entries: Sequence[Entry], numbers: Sequence[int]
+    ) -> tuple[tuple[int, ...], int]:
+        """As `derive`, from a snapshot that reflects the first `height` entries; and its round.
+
+        SnapshotError or OSError when it cannot be read or is damaged.
+        """
+        dtype = DTYPES[self._lock.master]
+        with Reader(path) as reader:
+            names = [array.name for array in reader.header.arrays]
+            start = {}
+            for k in numbers:
+                piece = self._pieces[k]
+                ends = piece.first * dtype.itemsize, (piece.first + piece.count) * dtype.itemsize
+                data = bytearray(reader.span(names.index(piece.tensor), *ends))
+                start[k] = torch.frombuffer(data, dtype=dtype)
+            steps = [step_of(self._lock, entry) for entry in entries[height:]]
+            return self._derive(start, [step for step in steps if step is not None]), reader.header.round
+
+    def _derive(self, start: dict[int, torch.Tensor], steps: Sequence[Step]) -> tuple[int, ...]:
+        self._derived = {
+            k: self._replay(self._pieces[k], values, steps, self._reference) for k, values in start.items()
+        }
         return tuple(
             self._reference.digest(values, *self._address(self._pieces[k]))
             for k, values in self._derived.items()
@@ -72,7 +100,7 @@ class Rederiver:
         for name in tensors:
             piece = Piece(name, 0, sizes[name])
             kernels, device = self._engine.kernels, self._engine.device
-            self._engine.overwrite(piece, self._replay(piece, steps, kernels, device))
+            self._engine.overwrite(piece, self._replay(piece, self._base(piece).to(device), steps, kernels))
         return self._engine.digest()
 
     def _steps(self, entries: Sequence[Entry]) -> list[Step]:
@@ -81,10 +109,13 @@ class Rederiver:
         steps = [step_of(lock, entry) for lock, entry in rows]
         return [step for step in steps if step is not None]
 
-    def _replay(self, piece: Piece, steps: Sequence[Step], kernels: Kernels, device: str) -> torch.Tensor:
+    def _base(self, piece: Piece) -> torch.Tensor:
         values = manifest.image(manifest.stored(self._folder)[piece.tensor]).reshape(-1)
-        part = values[piece.first : piece.first + piece.count].copy()
-        master = master_of(part, self._lock.master).to(device)
+        return master_of(values[piece.first : piece.first + piece.count].copy(), self._lock.master)
+
+    def _replay(
+        self, piece: Piece, master: torch.Tensor, steps: Sequence[Step], kernels: Kernels
+    ) -> torch.Tensor:
         key, region = self._address(piece)
         for start in range(0, len(steps), FUSED):
             kernels.update(master, steps[start : start + FUSED], key, region)

@@ -84,8 +84,8 @@ def ask(engine: EngineThread, effect: events.Effect) -> None:
             engine.mend(pieces)
         case proofevents.TakeDigests():
             engine.read()
-        case proofevents.Prove(entries, pieces):
-            engine.prove(entries, pieces)
+        case proofevents.Prove(entries, pieces, base):
+            engine.prove(entries, pieces, base)
         case snapshotevents.Save(round, entry, digest):
             engine.save(round, entry, digest)
         case _:
@@ -107,8 +107,8 @@ def event_of(now: float, report: Report) -> events.Event:
             return proofevents.Mended(now, digest)
         case Read(digests, damaged):
             return proofevents.Digested(now, digests, damaged)
-        case Derived(pieces, held, derived):
-            return proofevents.Proved(now, pieces, held, derived)
+        case Derived(pieces, held, derived, since):
+            return proofevents.Proved(now, pieces, held, derived, since)
         case Saved(round, entry, root, size, reason, ms):
             return snapshotevents.Saved(now, round, entry, root, size, reason, ms)
     assert isinstance(report, Measured)

@@ -22,7 +22,7 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live
 
-from esnode import admin, begin, finish, folder, progress
+from esnode import admin, begin, finish, folder, planfile, progress
 from esnode.begin import Request
 from esnode.board import Board
 from esnode.children import Child, ChildFailed, Children
@@ -199,7 +199,7 @@ class Watch:
 
 def _train(place: RunFolder, lock: Lock, request: Request, console: Console, descriptor: int) -> None:
     """Run coordinator and nodes until the ledger has its END entry."""
-    rounds = plan.parse(place.plan.read_text(encoding="utf-8")).ops.rounds
+    rounds = planfile.read_plan(place.plan).ops.rounds
     names = [f"node-{number}" for number in range(1, request.nodes + 1)]
     begin.admit(place, names)
     board = Board(place)

@@ -31,8 +31,11 @@ from protocol.peers import Sorry
 from protocol.terms import signed_twice, stronger
 
 NAMED_SECONDS = 2.0  # for a host's name
-SILENT_SECONDS = 6.5  # without a connection, or without an answer: both together stay below ten seconds
+SILENT_SECONDS = 5.5  # without a connection, or without an answer
 FAILED_SECONDS = 2.0  # a handshake that fails for so long does not come about
+EXPLAIN_SECONDS = 1.5  # to find out why nobody answers: these together stay below ten seconds
+SLOW_SECONDS = 60.0  # after which a node must have given
+LEAST_PACE = 4096  # bytes a second
 ASK_AGAIN = 2.0
 ASK_COUNT = 256
 MOST_BYTES = wire.RULE_BY_TYPE[Entries].limit
@@ -131,6 +134,13 @@ def _strongest(found: Sequence[tuple[Chain, Source | Path]]) -> Chain:
 # ---------------------------------------------------------------- lines
 
 
+def _too_slow(bytes_: int, seconds: float) -> str:
+    """Why one who always gives a little is not waited for; "" for a pace that comes to an end."""
+    if seconds < SLOW_SECONDS or bytes_ >= LEAST_PACE * seconds:
+        return ""
+    return f"it gave {bytes_:,} bytes in {seconds:.0f} s, which would not come to an end"
+
+
 class Line:
     """One node's peer socket: its ledger as it comes in."""
 
@@ -141,7 +151,7 @@ class Line:
         self.done = False
         self.wire = Wire(context, secret, source.key, source.address, MOST_BYTES)
         self._signing = signing
-        self._moved = time.monotonic()
+        self._began = self._moved = time.monotonic()
         self._asked = float("-inf")
         self._bytes = 0
 
@@ -159,6 +169,8 @@ class Line:
         waited = now - self._moved
         if waited > SILENT_SECONDS or (self.wire.failed and waited > FAILED_SECONDS):
             self._fail(self._why() if not self.wire.up else f"no answer for {waited:.0f} s")
+        elif slow := _too_slow(self._bytes, now - self._began):
+            self._fail(slow)
 
     def _why(self) -> str:
         if "does not admit" in self.wire.reason:
@@ -218,6 +230,13 @@ class Lines:
             for line in self.all:
                 line.turn(time.monotonic())
             tell("fetching the ledger", max(line.chain.height for line in self.all), 0)
+        self._explain()
+
+    def _explain(self) -> None:
+        """Why nobody is there, seen with a plain connection: a cut handshake alone proves no wrong key."""
+        absent = {line.source.address: line for line in self.all if line.reason == line.wire.reason}
+        for address, reason in reach.obstacles(list(absent), EXPLAIN_SECONDS).items():
+            absent[address].reason = reason
 
     def read_task(self, lock: Lock, path: Path, tell: Tell) -> None:
         """The task's data from whoever has them. Without, whoever needs them says what to do."""
@@ -229,12 +248,16 @@ class Lines:
     def _task_from(self, line: Line, digest: bytes, path: Path, tell: Tell) -> bool:
         partial = path.with_name(path.name + ".part")
         whole = hashlib.sha256()
+        began = time.monotonic()
         with partial.open("wb") as file:
             while (blob := self._blob(line, digest, file.tell())) is not None:
                 file.write(blob.data)
                 whole.update(blob.data)
                 tell("fetching the task's data", file.tell(), blob.total)
                 if file.tell() >= blob.total or blob.total > MOST_TASK:
+                    break
+                if slow := _too_slow(file.tell(), time.monotonic() - began):
+                    tell(f"going on without the task's data of {line.source.address}: {slow}", 1, 1)
                     break
         if blob is None or whole.digest() != digest:
             partial.unlink()

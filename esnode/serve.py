@@ -117,7 +117,7 @@ def _entries(path: Path) -> list[Path]:
 def _same_plan(place: RunFolder, given: Plan, order: Order) -> None:
     """Refuse another run's plan; take over `[ops]`, which may change at any time."""
     wanted = plan.parse(begin.draft(Request(plan=order.source)))
-    held = plan.parse(place.plan.read_text(encoding="utf-8"))
+    held = planfile.read_plan(place.plan)
     for rule in fields(Plan):
         ours, theirs = getattr(held, rule.name), getattr(wanted, rule.name)
         if rule.name != "ops" and ours != theirs:

@@ -308,6 +308,14 @@ class Reader:
         for number in range(self.header.parts):
             yield self.header.part(number)[0], self.part(number)
 
+    def span(self, array: int, first: int, end: int) -> bytes:
+        """Bytes `first` to `end` of one array; every part they lie in is checked."""
+        begin = sum(before.size for before in self.header.arrays[:array])
+        low, high, size = begin + first, begin + end, self.header.part_size
+        numbers = range(low // size, -(-high // size))
+        data = b"".join(self.part(number) for number in numbers)
+        return data[low % size : low % size + high - low]
+
     def close(self) -> None:
         os.close(self._descriptor)
 

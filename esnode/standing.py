@@ -14,8 +14,8 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from esnode import admin, folder, history, rebuild
-from protocol import keys, plan
+from esnode import admin, folder, history, planfile, rebuild
+from protocol import keys
 
 
 def of(path: Path) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def of(path: Path) -> dict[str, Any]:
         return admin.ask(path, "status")
     except admin.NoCoordinator:
         pass
-    rounds = plan.parse(place.plan.read_text(encoding="utf-8")).ops.rounds
+    rounds = planfile.read_plan(place.plan).ops.rounds
     if not place.ledger.exists():
         state = "locked, not started" if place.lock.exists() else "not locked yet"
         run = folder.lock_of(place).run_id.hex() if place.lock.exists() else None

@@ -26,6 +26,7 @@ from esnode.nodeoptions import Options
 from esnode.rederive import Rederiver
 from esnode.replay import DamagedMaster
 from esnode.scoring import Scorer
+from esnode.snapshot import SnapshotError
 from esnode.worker import Outcome, Worker
 from protocol.errors import UserError
 from protocol.ledger import Chain, Entry
@@ -117,9 +118,21 @@ class Workshop:
         """Digests of these pieces of the master, read from memory."""
         return self._rederiver.held(pieces)
 
-    def derive(self, entries: Sequence[Entry], pieces: Sequence[int]) -> tuple[int, ...]:
-        """Digests of these pieces by replay with the reference kernel; may run beside an evaluation."""
-        return self._rederiver.derive(entries, pieces)
+    def derive(
+        self, entries: Sequence[Entry], pieces: Sequence[int], base: bool
+    ) -> tuple[tuple[int, ...], int]:
+        """Digests of these pieces by replay with the reference kernel, and from which round on.
+
+        May run beside an evaluation.
+        """
+        found = None if base else self._checkpoints.stated(entries)
+        if found is not None:
+            try:
+                return self._rederiver.derive_from(*found, entries, pieces)
+            except (SnapshotError, OSError) as error:
+                words = "replay goes from the base, not from %s: %s"
+                logging.getLogger(self.about.name).warning(words, found[0].name, error)
+        return self._rederiver.derive(entries, pieces), 0
 
     def mend(self, pieces: Sequence[int]) -> int:
         """Overwrite pieces with what was derived; D."""

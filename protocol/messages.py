@@ -253,14 +253,16 @@ class TensorDigests(Message, frozen=True):
 
 
 class Rederive(Message, frozen=True):
-    """coordinator -> node: replay these pieces from the base with the reference kernel, keep what comes out.
+    """coordinator -> node: replay these pieces with the reference kernel, keep what comes out.
 
-    No pieces: rebuild the whole master from the base and compare every digest the ledger states.
+    From the node's newest checkpoint whose D the ledger states. No pieces: rebuild the whole master from the
+    base and compare every digest the ledger states.
     """
 
     commits: int
     pieces: tuple[int, ...]
     reason: str
+    base: int  # not 0: from the base, whatever checkpoint there is
 
 
 class Rederived(Message, frozen=True):
@@ -277,6 +279,7 @@ class Rederived(Message, frozen=True):
     contradicted: int  # 1 + first round whose stated D the replay contradicts, 0 for none
     by: str  # kernel and versions
     reason: str
+    since: int  # rounds the state had that replay began from; 0: the base
 
 
 class EvidenceAsk(Message, frozen=True):

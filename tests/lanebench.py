@@ -353,7 +353,7 @@ class Bench:
             case pe.TakeDigests():
                 damaged = ("w",) if engine.damage and engine.memory.seen else ()
                 return pe.Digested(0.0, (digest_of(engine.master, engine.damage),), damaged)
-            case pe.Prove(entries, pieces):
+            case pe.Prove(entries, pieces, _):
                 held = (digest_of(engine.master, engine.damage),)
                 return pe.Proved(0.0, pieces, held, (digest_of(entries),))
             case pe.Mend():

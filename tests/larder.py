@@ -99,12 +99,17 @@ class Larder:
         others = [other for other in self.files if other.round != made.round]
         self.files = sorted((made, *others), key=lambda file: -file.round)[:KEPT]
 
-    def load(self, entries: Sequence[Entry]) -> tuple[int, Snapshot] | None:
-        """The newest whole file that is a state of these entries, and how many of them it reflects."""
+    def load(self, entries: Sequence[Entry], *, stated: bool = False) -> tuple[int, Snapshot] | None:
+        """The newest whole file that is a state of these entries, and how many of them it reflects.
+
+        `stated`: they have to say its D.
+        """
         heights = {entry.hash: k for k, entry in enumerate(entries) if entry.kind is EntryKind.COMMIT}
         for file in self.files:
             height = heights.get(file.entry)
             if height is None or digest_of(file.master) != file.digest:
+                continue
+            if stated and height + 1 == len(entries):
                 continue
             if height + 1 < len(entries) and entries[height + 1].digest != file.digest:
                 continue

@@ -142,7 +142,7 @@ class Liar:
         derived = self.pick.choice((held, held[:1], tuple(self._digest() for _ in held)))
         contradicted = self.pick.choice((0, 0, self._u32()))
         words = (self._u32(), pieces, held, derived, self._digest(), contradicted, "liar", self._reason())
-        return Rederived(*words)
+        return Rederived(*words, self.pick.choice((0, 1, U32)))
 
     def _evidence(self) -> Evidence:
         if self.said and self.pick.random() < 0.6:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from tests import toy_engine
 
 ROOT = Path(__file__).resolve().parent.parent
 SIGNING_SEED = bytes(range(32))
+FOREVER = 10**6  # rounds
 PATIENCE = 120.0  # seconds for anything on a machine that is busy with something else
 PLAN = """
 [run]
@@ -145,6 +147,16 @@ class Processes:
     def log_of(self, name: str) -> Path:
         """Where that is kept."""
         return self.folder / f"{name}.stderr"
+
+    def end_after(self, more: int) -> int:
+        """Let a run end so many rounds after where its ledger stands; that round.
+
+        A run that is to be caught in the middle is made to go on for ever, so that it cannot end before.
+        """
+        last = ledger.read(self.folder / "run.ledger").chain.round + more
+        plan = self.folder / "plan.toml"
+        plan.write_text(re.sub(r"(?m)^rounds = \d+", f"rounds = {last}", plan.read_text()))
+        return last
 
     def wait_end(self, seconds: float = PATIENCE) -> None:
         """Wait until the coordinator has ended by itself with code 0."""

@@ -205,8 +205,8 @@ class SimNode(Actor):
             case pe.TakeDigests():
                 read, damaged = (self.replica.digest,), (NAME,) if self.replica.damaged else ()
                 self.later(0.01, lambda: self.step(pe.Digested(self.clock, read, damaged)))
-            case pe.Prove(entries, pieces):
-                self._prove(entries, pieces)
+            case pe.Prove():
+                self._prove(effect)
             case ne.Store(first, raws):
                 self._store(first, raws)
             case ne.Orphan(first, raws):
@@ -259,13 +259,18 @@ class SimNode(Actor):
         digest = self.replica.digest
         self.later(0.05, lambda: self.step(ne.Rewound(self.clock, height, digest, 50)))
 
-    def _prove(self, entries: tuple[Entry, ...], pieces: tuple[int, ...]) -> None:
+    def _prove(self, effect: pe.Prove) -> None:
         """The master is one piece."""
-        held = (self.replica.digest,)
+        held, entries, since = (self.replica.digest,), effect.entries, 0
         self.derived = Replica(self.world.lock, self.errs)
+        found = None if effect.base else self.larder.load(entries, stated=True)
+        if found is not None:
+            height, file = found
+            self.derived.write(file.master)
+            entries, since = entries[height:], file.round
         self.derived.apply(entries)
         derived = (self.derived.digest,)
-        self.later(0.3, lambda: self.step(pe.Proved(self.clock, pieces, held, derived)))
+        self.later(0.3, lambda: self.step(pe.Proved(self.clock, effect.pieces, held, derived, since)))
 
     def _overwrite(self) -> None:
         self.replica = self.derived

@@ -128,7 +128,7 @@ def test_a_paused_node_ends_with_the_run_and_says_so_when_it_is_started_again(tm
         )
         assert lost == lock and late.wait(30) == 1
         told = processes.words("n1")
-        assert "nothing answers at tcp://127.0.0.1:1" in told and f"(for the run in {tmp_path}" in told
+        assert "tcp://127.0.0.1:1: nothing listens" in told and f"(for the run in {tmp_path}" in told
 
 
 def test_duty_follows_policy_file_and_switch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

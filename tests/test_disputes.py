@@ -36,6 +36,7 @@ def rederived(desk: Desk, name: str, held: int, derived: int, **changes: Any) ->
     fields = {
         "commits": desk.state.chain.round, "pieces": (0,), "held": (held,), "derived": (derived,),
         "digest": derived, "contradicted": 0, "by": "kernel reference, esnode 0.1", "reason": "asked",
+        "since": 0,
     }  # fmt: skip
     return desk.say(name, Rederived(**{**fields, **changes}))
 
@@ -137,6 +138,34 @@ def test_two_confirmed_sides_stop_the_run_and_say_what_differs() -> None:
         assert words in desk.stop.reason
 
 
+def test_a_checkpoint_settles_who_changes_and_the_base_who_does_not() -> None:
+    """Replay from a checkpoint ends a dispute in which one side changes; it cannot stop the run."""
+    desk = disputed("a", "b")
+    assert [m.base for m in desk.sent(Rederive)] == [0, 0]
+    rederived(desk, "a", WRONG, RIGHT, since=1)
+    assert desk.state.proof.dispute is None and desk.state.digest == RIGHT and desk.stop is None
+    desk = disputed("a", "b")
+    rederived(desk, "b", RIGHT, RIGHT, since=0)
+    rederived(desk, "a", WRONG, WRONG, since=1)  # its checkpoint may hold the same damage
+    assert desk.stop is None and [(m.base, m.pieces) for m in desk.sent(Rederive, "a")] == [(1, (0,))]
+    assert not desk.sent(Rederive, "b"), "it has replayed from the base"
+    rederived(desk, "a", WRONG, RIGHT)
+    assert desk.state.proof.dispute is None and desk.state.digest == RIGHT and desk.stop is None
+
+
+def test_two_sides_that_insist_from_the_base_too_stop_the_run() -> None:
+    desk = disputed("a", "b")
+    for name, digest in (("a", WRONG), ("b", RIGHT)):
+        rederived(desk, name, digest, digest, since=1)
+    assert desk.stop is None and [m.base for m in desk.sent(Rederive)] == [1, 1]
+    for name, digest in (("a", WRONG), ("b", RIGHT)):
+        rederived(desk, name, digest, digest, since=1)
+    assert desk.stop is None, "said twice"
+    rederived(desk, "a", WRONG, WRONG)
+    rederived(desk, "b", RIGHT, RIGHT)
+    assert desk.stop is not None and "replay confirms both" in desk.stop.reason
+
+
 def test_who_vanishes_in_a_dispute_leaves_the_other_to_a_whole_rebuild() -> None:
     desk = second_round("a", "b")
     desk.applied("b", RIGHT)
@@ -182,7 +211,7 @@ def test_a_result_of_another_state_is_refused_and_not_held_against_the_member() 
 def test_faults_survive_a_restart_and_five_send_the_machine_away() -> None:
     desk = second_round("a", "b")
     for number in range(5):
-        desk.say("a", Rederived(1, (), (), (), RIGHT, 0, "esnode 0.1", f"flip {number}"))
+        desk.say("a", Rederived(1, (), (), (), RIGHT, 0, "esnode 0.1", f"flip {number}", 0))
     assert desk.sent(Bye, "a") and "at fault 5 times" in desk.sent(Bye, "a")[0].reason
     desk.restart()
     assert desk.state.faults[key_of("a")].count == 5
@@ -272,7 +301,7 @@ def test_who_has_answered_is_not_sent_away_because_another_is_silent() -> None:
 def test_a_node_of_many_faults_is_not_let_in_until_the_operator_says_so() -> None:
     desk = second_round("a", "b")
     for number in range(5):
-        desk.say("a", Rederived(1, (), (), (), RIGHT, 0, "esnode 0.1", f"flip {number}"))
+        desk.say("a", Rederived(1, (), (), (), RIGHT, 0, "esnode 0.1", f"flip {number}", 0))
     desk.say("a", hello(desk.lock))
     assert "at fault 5 times" in desk.sent(Refuse, "a")[0].reason
     desk.step(ce.NodeAllowed(desk.now, key_of("a"), "a"))

@@ -9,9 +9,11 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from protocol import ledger
 from tests import chaos, toy_engine
-from tests.runs import ROOT, Processes, make_folder, toy_lock, wait_for
+from tests.runs import FOREVER, PATIENCE, ROOT, Processes, make_folder, toy_lock, wait_for
 
 ASKS = 1500
 MEMORY = 150 << 20  # bytes, of a coordinator whatever its peers do
@@ -48,7 +50,7 @@ def test_a_stopped_peer_with_full_queues(tmp_path: Path) -> None:
 
 def test_another_plan_on_the_same_folder(tmp_path: Path) -> None:
     """Refused in one sentence that names both runs; with the old lock the run goes on untouched."""
-    make_folder(tmp_path, ("n1",), rounds=3, task_options={"seconds": 0.05})
+    make_folder(tmp_path, ("n1",), FOREVER, task_options={"seconds": 0.05})
     lock_file = tmp_path / "lock.json"
     right = lock_file.read_bytes()
     other = toy_lock(members=8)
@@ -59,16 +61,66 @@ def test_another_plan_on_the_same_folder(tmp_path: Path) -> None:
         processes.kill("coordinator")
         before = (tmp_path / "run.ledger").read_bytes()
         lock_file.write_bytes(other.to_bytes())
-        assert processes.coordinator().wait(10) == 1
+        assert processes.coordinator().wait(PATIENCE) == 1
         words = processes.words("coordinator").splitlines()[-1]
         assert words.startswith("esnode: ") and "Traceback" not in processes.words("coordinator")
         assert "another" in words or other.run_id.hex()[:12] in words, words
         assert (tmp_path / "run.ledger").read_bytes() == before
         lock_file.write_bytes(right)
+        processes.end_after(2)
         processes.coordinator()
         processes.wait_end()
     lock = ledger.read(tmp_path / "run.ledger").chain.lock
     assert chaos.differences(tmp_path / "run.ledger", toy_engine.ToyWorkshop(lock, "truth", 0.0)) == []
+
+
+BYTES = b"\xff\xfe\x00 no text at all"
+
+
+@pytest.mark.parametrize(
+    ("who", "file", "words"),
+    [
+        ("coordinator", "coordinator/address", "serving run"),
+        ("n1", "coordinator/curve.pub", "is no key"),
+        ("n1", "coordinator/address", "no coordinator has started"),
+        ("status", "plan.toml", "is not UTF-8"),
+    ],
+)
+def test_small_files_that_hold_anything(tmp_path: Path, who: str, file: str, words: str) -> None:
+    """Made again where they can be, else one sentence; never a traceback."""
+    make_folder(tmp_path)
+    with Processes(tmp_path) as processes:
+        processes.coordinator()
+        wait_for(processes.status)
+        processes.kill("coordinator")
+        (tmp_path / file).write_bytes(BYTES)
+        if who == "coordinator":
+            processes.coordinator()
+        elif who == "n1":
+            processes.node("n1", "--wait", "0.5")
+        else:
+            processes.start("status", "esnode.cli.main", "status", str(tmp_path))
+        wait_for(lambda: words in processes.words(who) or processes.running[who].poll() is not None)
+        assert words in processes.words(who) and "Traceback" not in processes.words(who)
+
+
+@pytest.mark.parametrize("name", ["units.jsonl", "metrics.jsonl"])
+def test_a_disk_that_takes_no_notes(tmp_path: Path, name: str) -> None:
+    """One sentence that names the file, code 1; with room again the run goes on to the same state."""
+    make_folder(tmp_path, ("n1",), rounds=3)
+    (tmp_path / name).symlink_to("/dev/full")
+    with Processes(tmp_path) as processes:
+        processes.node("n1")
+        assert processes.coordinator().wait(PATIENCE) == 1
+        words = processes.words("coordinator")
+        assert f"{name}: No space left on device. Free some space" in words.splitlines()[-1], words
+        assert "Traceback" not in words
+        (tmp_path / name).unlink()
+        processes.coordinator()
+        processes.wait_end()
+    path = tmp_path / "run.ledger"
+    lock = ledger.read(path).chain.lock
+    assert chaos.differences(path, toy_engine.ToyWorkshop(lock, "truth", 0.0)) == []
 
 
 def test_units_of_a_killed_node_run_elsewhere(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from protocol.ledger import LedgerFile
 from protocol.messages import BLOB_PART, BlobAsk, Enrol, Enrolled, Message, Refuse
 from tests import bench
 from tests.doorman import ONE_TIME, SERVER, Doorman
+from tests.rude import Manners, Port, answer_as_web_server, end_in_the_handshake, hang_up, hear_and_hang_up
 from tests.runs import toy_lock
 
 DATA = b'{"task":"toy","options":{}}\n' + b"x" * 2 * BLOB_PART
@@ -179,11 +180,27 @@ def test_nobody_there(coordinator: Coordinator) -> None:
     def at(*addresses: str) -> str:
         return told(invite=coordinator.invite(LOCK.run_id, *addresses))
 
-    assert "nothing listens on port 9 there; is the coordinator running?" in at("tcp://127.0.0.1:9")
+    assert "nothing listens on port 9 there: it is not running" in at("tcp://127.0.0.1:9")
     assert "no.such.host.invalid" in at("tcp://no.such.host.invalid:5000")
     assert "port 9" in at("tcp://[::1]:9") or "no IPv6" in at("tcp://[::1]:9")
     for address in silent_address():
         assert "stays silent" in at(address)
+
+
+@pytest.mark.parametrize(
+    ("manners", "words"),
+    [
+        (hang_up, "accepts connections and hangs up"),
+        (hear_and_hang_up, "accepts connections and hangs up"),
+        (answer_as_web_server, "what listens there is something else than esnode"),
+        (end_in_the_handshake, "nothing listens on port"),
+    ],
+)
+def test_what_else_may_listen_is_not_called_a_wrong_key(
+    coordinator: Coordinator, manners: Manners, words: str
+) -> None:
+    with Port(manners) as port:
+        assert words in told(invite=coordinator.invite(LOCK.run_id, f"tcp://127.0.0.1:{port.number}"))
 
 
 def test_a_firewall_that_drops_packets(coordinator: Coordinator) -> None:

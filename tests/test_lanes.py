@@ -253,7 +253,7 @@ def test_what_one_lane_does_for_the_node() -> None:
     bench.run(1.0)
     assert of(bench, pe.Digested)[0].digests == (bench.truth,), "another one reads"
     bench.flip(1, seen=False)
-    bench.errand = pe.Prove(bench.chain[:3], (0,))
+    bench.errand = pe.Prove(bench.chain[:3], (0,), False)
     bench.ask(bench.errand)
     bench.run(1.0)
     bench.errand = pe.Mend((0,))
@@ -378,7 +378,7 @@ def test_a_mend_is_written_by_the_leader_and_reread() -> None:
     bench.apply(3)
     bench.run(1.0)
     bench.flip(0, seen=False)
-    for errand in (pe.Prove(bench.chain[:3], (0,)), pe.Mend((0,))):
+    for errand in (pe.Prove(bench.chain[:3], (0,), False), pe.Mend((0,))):
         bench.errand = errand
         bench.ask(errand)
         bench.run(1.0)

@@ -70,6 +70,7 @@ def test_scores_too_large_to_be_added_are_evidence_that_does_not_fit() -> None:
         ({"pieces": (0, 0)}, "2 pieces, 1 digests"),
         ({"held": (1, 2)}, "2 digests before the replay and 1 after"),
         ({"contradicted": 4_000_000}, "no entry states"),
+        ({"since": 2}, "began after 2"),
     ],
 )
 def test_a_replay_that_cannot_be_is_counted_and_nothing_else(changes: dict[str, Any], why: str) -> None:
@@ -84,7 +85,7 @@ def test_a_replay_that_cannot_be_is_counted_and_nothing_else(changes: dict[str, 
         "derived": (WRONG,),
         "digest": WRONG,
     }
-    fields |= {"contradicted": 0, "by": "kernel reference", "reason": "asked", **changes}
+    fields |= {"contradicted": 0, "by": "kernel reference", "reason": "asked", "since": 0, **changes}
     desk.say("c", Rederived(**fields))
     assert desk.state.proof == before and not desk.state.stopped
     assert desk.state.counters["misfit answers to a dispute"] == 1 and why in desk.state.refusals[-1]

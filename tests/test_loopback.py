@@ -18,7 +18,7 @@ import pytest
 from protocol import keys, ledger
 from protocol.ledger import EntryKind, LedgerFile
 from tests import toy_engine
-from tests.runs import SIGNING_SEED, Processes, make_folder, wait_for
+from tests.runs import PATIENCE, SIGNING_SEED, Processes, make_folder, wait_for
 
 ROUNDS = 6
 SLOW = {"task_options": {"seconds": 0.04}}  # long enough to be interrupted, six rounds take about a second
@@ -291,7 +291,7 @@ def test_a_damaged_node_ledger_is_fetched_again(tmp_path: Path) -> None:
     assert path.read_bytes() == whole
 
 
-def last_words(processes: Processes, name: str = "n1", seconds: float = 10.0) -> str:
+def last_words(processes: Processes, name: str = "n1", seconds: float = PATIENCE) -> str:
     """The sentence of a node that refuses to go on."""
     assert processes.running[name].wait(seconds) == 1, processes.words(name)
     # Another process of that name may write to the same file.
@@ -334,7 +334,7 @@ def test_node_without_coordinator(tmp_path: Path) -> None:
         processes.node("n1", "--wait", "0.5")
         assert "no coordinator has started" in last_words(processes)
         processes.node("n1", "--wait", "0.5", "--coordinator", "tcp://127.0.0.1:9")
-        assert "nothing answers at tcp://127.0.0.1:9" in last_words(processes)
+        assert "tcp://127.0.0.1:9: nothing listens" in last_words(processes)
 
 
 def test_a_node_that_knows_the_address_before_the_coordinator_first_starts(tmp_path: Path) -> None:
@@ -352,7 +352,7 @@ def test_a_node_that_knows_the_address_before_the_coordinator_first_starts(tmp_p
         assert node.wait(20) == 0, processes.words("n1")
         (tmp_path / "nodes" / "n1" / "node.ledger").unlink()  # it would know that the run has ended
         processes.node("n1", "--wait", "0.5", "--coordinator", address)
-        assert "nothing answers" in last_words(processes)
+        assert "nothing listens" in last_words(processes)
         (tmp_path / "coordinator" / "curve.pub").unlink()
         processes.node("n1", "--wait", "0.5", "--coordinator", address)
         assert "public key" in last_words(processes)

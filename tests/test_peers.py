@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import signal
 import socket
 import time
@@ -102,6 +103,20 @@ def test_no_room_and_a_donor_without_the_file(tmp_path: Path) -> None:
         exchange.donor("a")
         child = exchange.receive("a", spare=1 << 60)
         assert "MB are needed" in exchange.wait(child)
+
+
+@pytest.mark.skipif(shutil.which("prlimit") is None, reason="no prlimit to limit file sizes with")
+def test_a_disk_that_fills_up_under_a_snapshot_part(tmp_path: Path) -> None:
+    """Nothing that could be loaded stays behind, and with room again the transfer goes on to its end."""
+    with Exchange(tmp_path) as exchange:  # 3 MB
+        exchange.keep("a")
+        exchange.donor("a")
+        exchange.prefix = ("prlimit", "--fsize=1000000")
+        told = exchange.wait(exchange.receive("a"))
+        assert "File too large" in told and "Traceback" not in exchange.words("receiver")
+        assert not list((exchange.node("j") / "checkpoint").glob("round-*"))
+        exchange.prefix = ()
+        assert exchange.wait(exchange.receive("a")) == "" and exchange.equal()
 
 
 def test_a_transfer_keeps_to_the_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,16 +15,17 @@ from esnode.folder import RunFolder
 from esnode.serve import Order, ServeError
 from esnode.tell import silent
 from protocol import keys, ledger
+from protocol.entries import parse
 from protocol.ledger import LedgerFile
 from tests.bench import ledger as small_ledger
-from tests.runs import SIGNING_SEED, Processes, make_folder, wait_for
+from tests.runs import FOREVER, PLAN, SIGNING_SEED, Processes, make_folder, wait_for
 
 
 @pytest.mark.parametrize("older", [0, 2], ids=["whole ledger", "older ledger"])
 def test_the_journal_is_lost_and_a_ledger_survives(tmp_path: Path, older: int) -> None:
     folder, kept = tmp_path / "run", tmp_path / "kept.ledger"
     folder.mkdir()
-    make_folder(folder, rounds=12, task_options={"seconds": 0.05})
+    make_folder(folder, rounds=FOREVER, task_options={"seconds": 0.05})
     with Processes(folder) as processes:
         processes.coordinator()
         for name in ("n1", "n2"):
@@ -36,10 +37,12 @@ def test_the_journal_is_lost_and_a_ledger_survives(tmp_path: Path, older: int) -
             file.append(*(raws[: len(raws) - older]))
         for lost in [*(folder / "coordinator").glob("journal.sqlite*"), folder / "run.ledger"]:
             lost.unlink()
+        last = parse(raws[-1]).round + 6
+        (folder / "plan.toml").write_text(PLAN.format(rounds=last))
         processes.coordinator("--recover-from", str(kept))
         processes.wait_end()
     chain = ledger.read(folder / "run.ledger").chain
-    assert chain.ended and chain.round == 12 and chain.term == 2
+    assert chain.ended and chain.round == last and chain.term == 2
     assert [entry.raw for entry in chain.entries[: len(raws)]] == raws, "the nodes gave what the file lacked"
 
 

@@ -8,16 +8,20 @@ from typing import Any
 import pytest
 import torch
 
+from esnode import snapshot
+from esnode.checkpoint import Checkpoints
 from esnode.engines import transformers_engine
 from esnode.engines.transformers_engine import TransformersEngine
 from esnode.rederive import Rederiver
 from esnode.replay import DamagedMaster
+from esnode.room import Room
+from esnode.snapshot import SnapshotError
 from protocol import ledger, pieces
 from protocol.ledger import EntryKind
 from protocol.lock import Parent
 from protocol.pieces import pieces_of
 from tests import tiny, toy_engine
-from tests.runs import Processes, make_folder, wait_for
+from tests.runs import PLAN, Processes, make_folder, wait_for
 
 ROUNDS = 4
 
@@ -90,6 +94,31 @@ def test_the_reference_kernel_finds_and_mends_the_piece(bench: Bench) -> None:
     assert torch.equal(live, torch.from_numpy(bench.engine.read(name)).to(live.dtype)), "live weights too"
 
 
+def test_a_piece_is_rederived_from_a_checkpoint_whose_digest_the_ledger_states(
+    bench: Bench, tmp_path: Path
+) -> None:
+    checkpoints = Checkpoints(tmp_path, bench.lock, bench.engine, Room(0))
+    for round in range(ROUNDS - 1, ROUNDS + 1):
+        bench.engine.reset()
+        bench.engine.apply(bench.chain.commits[:round])
+        entry = bench.chain.commits[round - 1]
+        checkpoints.begin(round, entry.hash, bench.engine.digest(), lambda saved: None)
+        checkpoints.settle()
+    found = checkpoints.stated(bench.chain.entries)
+    assert found is not None and found[0].name == snapshot.file_name(ROUNDS - 1), "nothing states the last"
+    everything = tuple(range(len(pieces_of(bench.lock))))
+    right = bench.rederiver.held(everything)
+    bench.flip(bench.tensors[3])
+    assert bench.rederiver.held(everything) != right
+    assert bench.rederiver.derive_from(*found, bench.chain.entries, everything) == (right, ROUNDS - 1)
+    assert bench.rederiver.mend(everything) == bench.right
+    data = bytearray(found[0].read_bytes())
+    data[-3] ^= 1
+    found[0].write_bytes(data)
+    with pytest.raises(SnapshotError, match="damaged"):
+        bench.rederiver.derive_from(*found, bench.chain.entries, everything)
+
+
 def test_a_fork_is_rederived_through_its_parents(tmp_path: Path) -> None:
     folder = tiny.write(tmp_path / "model")
     first = tiny.lock(folder)
@@ -139,9 +168,12 @@ def check(folder: Path) -> None:
     assert [chain.digest_at(k) for k in range(len(digests))] == digests
 
 
-def test_an_update_gone_wrong_in_a_real_run_is_settled_by_replay(tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", [0, 1])
+def test_an_update_gone_wrong_in_a_real_run_is_settled_by_replay(tmp_path: Path, every: int) -> None:
+    """From the base, or from a checkpoint where there is one."""
     names = ("n1", "n2")
     make_folder(tmp_path, names, 6, task_options={"seconds": 0.02, "wrong": ["n2", 3]})
+    (tmp_path / "plan.toml").write_text(PLAN.format(rounds=6) + f"snapshot_every = {every}\n")
     with Processes(tmp_path) as processes:
         for name in names:
             processes.node(name)
@@ -150,4 +182,8 @@ def test_an_update_gone_wrong_in_a_real_run_is_settled_by_replay(tmp_path: Path)
         processes.wait_end()
     said = faults(tmp_path)
     assert "at fault" in said and "n2" in said and "kernel reference" in said, said
+    mended = next(
+        line for line in (tmp_path / "logs" / "n2.log").read_text().splitlines() if "mended" in line
+    )
+    assert f"since {every and 3}" in mended, mended
     check(tmp_path)

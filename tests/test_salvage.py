@@ -17,7 +17,8 @@ from protocol.entries import AmendBody, parse, public_key, seal
 from protocol.ledger import LedgerFile
 from protocol.rolls import Rolls
 from tests.donors import Exchange
-from tests.runs import SIGNING_SEED, Processes, make_folder, wait_for
+from tests.rude import Port, hang_up
+from tests.runs import FOREVER, SIGNING_SEED, Processes, make_folder, wait_for
 
 STRANGER = b"s" * 32
 TASK = b'{"prompt": "say 1"}\n' * 20_000  # more than one part
@@ -48,7 +49,9 @@ def test_the_strongest_of_several_ledgers(tmp_path: Path) -> None:
         texts = [source(exchange, "a"), source(exchange, "b"), f"tcp://127.0.0.1:1/{'11' * 32}"]
         path = salvage.bring(texts, SIGNING_SEED, tmp_path / "heir", lambda what, *_: told.append(what))
         assert [entry.raw for entry in ledger.read(path).chain.entries] == wanted
-        assert any("127.0.0.1:1: nothing answers" in words for words in told), "what was in vain is told"
+        assert any("127.0.0.1:1: nothing listens on port 1 there" in words for words in told), (
+            "what was in vain is told"
+        )
 
 
 def test_the_tasks_data_come_along_unless_they_were_altered(tmp_path: Path) -> None:
@@ -74,8 +77,9 @@ def test_the_tasks_data_come_along_unless_they_were_altered(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("tcp://127.0.0.1:{closed}/{a}", "nothing answers. Name other nodes, or a copy of a node.ledger"),
-        ("tcp://127.0.0.1:{silent}/{a}", "it accepts connections and stays silent"),
+        ("tcp://127.0.0.1:{closed}/{a}", "listens elsewhere. Name other nodes, or a copy of a node.ledger"),
+        ("tcp://127.0.0.1:{silent}/{a}", "it accepts connections but stays silent"),
+        ("tcp://127.0.0.1:{rude}/{a}", "it accepts connections and hangs up"),
         ("{address}/{b}", "its key is not the one expected"),
         ("{address}", "name its key too"),
         ("tcp://127.0.0.1:x/{a}", "is no address"),
@@ -83,13 +87,18 @@ def test_the_tasks_data_come_along_unless_they_were_altered(tmp_path: Path) -> N
     ],
 )
 def test_what_cannot_be_is_said_within_ten_seconds(tmp_path: Path, text: str, words: str) -> None:
-    with Exchange(tmp_path) as exchange, socket.create_server(("127.0.0.1", 0)) as mute:
+    with (
+        Exchange(tmp_path) as exchange,
+        socket.create_server(("127.0.0.1", 0)) as mute,
+        Port(hang_up) as rude,
+    ):
         exchange.donor("a")
         with socket.create_server(("127.0.0.1", 0)) as gone:
             closed = gone.getsockname()[1]
         named = text.format(
             closed=closed,
             silent=mute.getsockname()[1],
+            rude=rude.number,
             address=exchange.addresses["a"][0],
             a=exchange.keys["a"].hex(),
             b=exchange.keys["b"].hex(),
@@ -113,6 +122,21 @@ def test_a_ledger_without_end_is_not_read_to_the_end(tmp_path: Path, monkeypatch
         exchange.donor("a")
         monkeypatch.setattr(salvage, "MOST_LEDGER", sum(map(len, exchange.entries)) - 1)
         with pytest.raises(SalvageError, match="does not end within"):
+            salvage.bring([source(exchange, "a")], SIGNING_SEED, tmp_path / "heir", silent)
+
+
+def test_a_donor_that_trickles_holds_nothing_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry every few seconds, or a byte of the task's data: the pace of the whole is what counts."""
+    assert not salvage._too_slow(0, 59.0) and not salvage._too_slow(10**6, 100.0)
+    assert salvage._too_slow(61, 61.0) == "it gave 61 bytes in 61 s, which would not come to an end"
+    with Exchange(tmp_path) as exchange:
+        exchange.donor("a")
+        monkeypatch.setattr(salvage, "ASK_COUNT", 1)
+        monkeypatch.setattr(salvage, "SLOW_SECONDS", 0.0)
+        monkeypatch.setattr(salvage, "LEAST_PACE", 10**12)
+        with pytest.raises(
+            SalvageError, match=r"it gave [\d,]+ bytes in 0 s, which would not come to an end"
+        ):
             salvage.bring([source(exchange, "a")], SIGNING_SEED, tmp_path / "heir", silent)
 
 
@@ -156,7 +180,7 @@ def test_nothing_survives_but_the_nodes(tmp_path: Path) -> None:
     """The coordinator's machine is gone with all it had; another one begins from a node's peer socket."""
     run, heir, config = tmp_path / "run", tmp_path / "heir", tmp_path / "config"
     run.mkdir()
-    make_folder(run, rounds=30, data=hashlib.sha256(TASK).hexdigest(), task_options={"seconds": 0.05})
+    make_folder(run, rounds=FOREVER, data=hashlib.sha256(TASK).hexdigest(), task_options={"seconds": 0.05})
     (run / "task.jsonl").write_bytes(TASK)
     config.mkdir()
     keys.write_signing(config / "coordinator.key", SIGNING_SEED)
@@ -170,7 +194,8 @@ def test_nothing_survives_but_the_nodes(tmp_path: Path) -> None:
         for lost in (*(run / "coordinator").glob("journal.sqlite*"), run / "run.ledger"):
             lost.unlink()
         lines = [(run / "nodes" / name / PEER_FILE).read_text().split()[0] for name in ("n1", "n2")]
-        words = ["coordinator", "serve", "--rounds", "6", "--data", str(heir), "--invites", "0"]
+        last = parse(raws[-1]).round + 4
+        words = ["coordinator", "serve", "--rounds", str(last), "--data", str(heir), "--invites", "0"]
         for line in lines:
             words += ["--recover-from", line]
         process = processes.start("heir", "esnode.cli.main", *words, ESNODE_CONFIG=str(config))
@@ -185,5 +210,5 @@ def test_nothing_survives_but_the_nodes(tmp_path: Path) -> None:
             processes.node(name, "--peer-port", "0")
         assert process.wait(120) == 0, processes.words("heir")
     chain = ledger.read(heir / "run.ledger").chain
-    assert chain.ended and chain.round == 6 and chain.term == 2
+    assert chain.ended and chain.round == last and chain.term == 2
     assert [entry.raw for entry in chain.entries[: len(raws)]] == raws

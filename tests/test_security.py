@@ -18,7 +18,7 @@ from protocol import invite, keys, ledger
 from protocol.entries import public_key
 from protocol.messages import Enrol, Enrolled
 from tests.door import HELLO, N1, SERVER, Door
-from tests.runs import ROOT, SIGNING_SEED, Processes, make_folder, wait_for
+from tests.runs import FOREVER, PATIENCE, ROOT, SIGNING_SEED, Processes, make_folder, wait_for
 from tests.test_serve import talk
 
 PAGE = (ROOT / "docs" / "security.md").read_text()
@@ -112,7 +112,7 @@ def test_a_new_coordinator_key(tmp_path: Path) -> None:
 def test_the_second_trusted_key_goes_on(tmp_path: Path) -> None:
     """Stopped in the middle, started with the other key that the lock names: the same nodes follow."""
     both = tuple(public_key(seed).hex() for seed in (SIGNING_SEED, SPARE_SEED))
-    make_folder(tmp_path, ("n1", "n2"), 6, trusted=both, **SLOW)
+    make_folder(tmp_path, ("n1", "n2"), FOREVER, trusted=both, **SLOW)
     signing = tmp_path / "coordinator" / "signing.key"
     with Processes(tmp_path) as processes:
         processes.coordinator()
@@ -122,10 +122,11 @@ def test_the_second_trusted_key_goes_on(tmp_path: Path) -> None:
         processes.kill("coordinator")
         signing.unlink()
         keys.write_signing(signing, SPARE_SEED)
+        processes.end_after(3)
         processes.coordinator()
         processes.wait_end()
         for name in ("n1", "n2"):
-            assert processes.running[name].wait(10) == 0, processes.words(name)
+            assert processes.running[name].wait(PATIENCE) == 0, processes.words(name)
     reading = ledger.read(tmp_path / "run.ledger")
     assert reading.ended and reading.chain.entries[-1].term == 2
 

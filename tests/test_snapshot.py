@@ -284,6 +284,22 @@ def test_two_are_kept_and_a_damaged_one_gives_way_to_the_older(
     assert target.load(chain.entries) is None
 
 
+def test_a_disk_that_fills_up_under_a_checkpoint_is_said_and_the_older_one_stays(
+    tmp_path: Path, place: tuple[Path, Lock, Chain], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, made, _ = prepared(tmp_path, place, [2])
+
+    def full(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    made.apply(place[2].commits[2:4])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        saved = save(target, made, place[2], 4)
+    assert saved.reason == f"No space left on device ({target.folder})" and not saved.root
+    assert [path.name for path in target.folder.iterdir()] == [snapshot.file_name(2)]
+
+
 def test_what_was_not_read_as_the_state_it_should_be_is_never_a_file(
     tmp_path: Path, place: tuple[Path, Lock, Chain]
 ) -> None:

@@ -26,6 +26,7 @@ from esnode.events import About
 from esnode.nodeoptions import Options
 from esnode.replay import DamagedMaster
 from esnode.room import Room
+from esnode.snapshot import Reader
 from protocol import ledger, noise, seeds
 from protocol.ledger import Entry, EntryKind
 from protocol.lock import Lock
@@ -128,17 +129,24 @@ class ToyWorkshop:
     def held(self, pieces: Sequence[int]) -> tuple[int, ...]:
         return (self.digest(),)
 
-    def derive(self, entries: Sequence[Entry], pieces: Sequence[int]) -> tuple[int, ...]:
-        self._derived = base_weights()
-        for entry in entries:
+    def derive(
+        self, entries: Sequence[Entry], pieces: Sequence[int], base: bool
+    ) -> tuple[tuple[int, ...], int]:
+        height, since, self._derived = 0, 0, base_weights()
+        found = None if base or self._checkpoints is None else self._checkpoints.stated(entries)
+        if found is not None:
+            with Reader(found[0]) as reader:
+                self._derived = np.frombuffer(reader.span(0, 0, 4 * WIDTH), np.float32)
+                height, since = found[1], reader.header.round
+        for entry in entries[height:]:
             self._derived = _moved(self._lock, self._derived, entry)
-        return (noise.digest(self._derived, self._key),)
+        return (noise.digest(self._derived, self._key),), since
 
     def mend(self, pieces: Sequence[int]) -> int:
         return self._write(self._derived)
 
     def heal(self, entries: Sequence[Entry], tensors: Sequence[str]) -> int:
-        self.derive(entries, (0,))
+        self.derive(entries, (0,), True)
         return self.mend((0,))
 
     def rewind(self, entries: Sequence[Entry]) -> tuple[int, int]:
