@@ -386,9 +386,8 @@ def tiny_model(folder: Path, deeds: Sequence[Deed], seconds: float, say: Callabl
 
     tiny_chaos.make_folder(folder, NODES, FOREVER)
     with Processes(folder) as processes:
-        words = ("--run", str(folder), "--threads", "1", "--name")
         start: dict[str, Callable[[], Any]] = {
-            name: lambda n=name: processes.start(n, "esnode.daemon", *words, n) for name in NODES
+            name: lambda n=name: processes.node(n, loader="") for name in NODES
         }
         start[COORDINATOR] = processes.coordinator
         play = Play(processes, start, list(deeds), seconds, say, heal_seconds=3 * HEAL)

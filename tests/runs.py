@@ -106,10 +106,13 @@ class Processes:
             "coordinator", "coordinator.server", "--data", str(self.folder), "--bind", bind, *extra
         )
 
-    def node(self, name: str, *extra: str) -> subprocess.Popen[bytes]:
-        """Start a toy node."""
-        arguments = ("--run", str(self.folder), "--name", name, "--threads", "1")
-        return self.start(name, "esnode.daemon", *arguments, "--loader", "tests.toy_engine:load", *extra)
+    def node(
+        self, name: str, *extra: str, loader: str = "tests.toy_engine:load", **environment: str
+    ) -> subprocess.Popen[bytes]:
+        """Start a node with a toy engine, or that of real models (`loader` ""); environment as in `start`."""
+        words = ("--run", str(self.folder), "--name", name, "--threads", "1")
+        engine = ("--loader", loader) if loader else ()
+        return self.start(name, "esnode.daemon", *words, *engine, *extra, **environment)
 
     def start(self, name: str, module: str, *arguments: str, **environment: str) -> subprocess.Popen[bytes]:
         """Start a module as the process called `name`; FILE_LIMIT in bytes stands in for a full disk,

@@ -187,9 +187,7 @@ def test_nodes_whose_clocks_are_a_day_off(tmp_path: Path) -> None:
             (shifted / "sitecustomize.py").write_text(
                 f"import time\nright = time.time\ntime.time = lambda: right() + {days * 86400}\n"
             )
-            words = ("--run", str(tmp_path), "--name", name, "--threads", "1")
-            loader = ("--loader", "tests.toy_engine:load")
-            processes.start(name, "esnode.daemon", *words, *loader, PYTHONPATH=f"{shifted}:{ROOT}")
+            processes.node(name, PYTHONPATH=f"{shifted}:{ROOT}")
         wait_for(lambda: all("ready" in processes.words(name) for name in ("n1", "n2")))
         processes.coordinator()
         processes.wait_end()

@@ -173,12 +173,27 @@ def test_python_task_asks_for_its_code(world: World) -> None:
     assert coordinator.wait(20) == 0, world.log("c")
 
 
-def test_another_model_is_refused(world: World) -> None:
+def test_another_model_or_tokenizer_is_refused(world: World) -> None:
+    """The last has the right weights, but other token ids for the same text: it would ask other questions."""
     world.serve("c", pairs(world.path / "pairs.jsonl"), 1)
-    for k, other in enumerate((tiny.write(world.path / "x", seed=1), tiny.write(world.path / "y", "qwen2"))):
-        told = world.done(f"n{k}", "join", world.invite("c"), "--model", str(other), code=1)
-        assert ("other values than" if k == 0 else "is not the base model") in told, told
-        assert "Traceback" not in told
+    others = {
+        "other values than": tiny.write(world.path / "x", seed=1),
+        "is not the base model": tiny.write(world.path / "y", "qwen2"),
+        "token": swapped(tiny.write(world.path / "z")),
+    }
+    for words, other in others.items():
+        told = world.done(f"with-{other.name}", "join", world.invite("c"), "--model", str(other), code=1)
+        assert words in told.lower() and "Traceback" not in told, told
+
+
+def swapped(model: Path) -> Path:
+    """The model with a tokenizer whose ids of two letters are exchanged."""
+    path = model / "tokenizer.json"
+    plain = json.loads(path.read_text(encoding="utf-8"))
+    vocabulary = plain["model"]["vocab"]
+    vocabulary["s"], vocabulary["a"] = vocabulary["a"], vocabulary["s"]
+    path.write_text(json.dumps(plain), encoding="utf-8")
+    return model
 
 
 def test_a_successors_invite_in_an_existing_folder_keeps_identity_and_ledger(world: World) -> None:

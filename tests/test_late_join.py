@@ -51,11 +51,6 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     return folder
 
 
-def node(processes: Processes, name: str, *extra: str) -> None:
-    arguments = ("--run", str(processes.folder), "--name", name, "--threads", "1", *extra)
-    processes.start(name, "esnode.daemon", *arguments)
-
-
 def stop_at(processes: Processes, count: int) -> None:
     """Let the run end after so many rounds."""
     plan = processes.folder / "plan.toml"
@@ -106,10 +101,10 @@ def test_a_fourth_node_joins_by_snapshot(tmp_path: Path, monkeypatch: pytest.Mon
     with Processes(folder.path) as processes:
         processes.coordinator()
         for name in DONORS:
-            node(processes, name, "--peer-port", "0", "--peer-mbit", "0.4")
+            processes.node(name, "--peer-port", "0", "--peer-mbit", "0.4", loader="")
         wait_for(lambda: peers(processes).get("announced"), 150, processes.words("a"))
         spoiler.start()
-        node(processes, LATE, "--peer-port", "0", "--catch-up", "snapshot")
+        processes.node(LATE, "--peer-port", "0", "--catch-up", "snapshot", loader="")
         there = folder.node(LATE) / "checkpoint"
         wait_for(lambda: list(there.glob("incoming-*")), 100, processes.words(LATE))
         time.sleep(0.5)

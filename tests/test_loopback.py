@@ -439,10 +439,9 @@ def test_coordinator_with_a_full_disk(tmp_path: Path, unbroken: int, limit: int)
 @pytest.mark.skipif(shutil.which("prlimit") is None, reason="no prlimit to limit file sizes with")
 def test_node_with_a_full_disk(tmp_path: Path) -> None:
     make_folder(tmp_path, rounds=500, **SLOW)
-    arguments = ("--run", str(tmp_path), "--name", "n1", "--loader", "tests.toy_engine:load")
     with Processes(tmp_path) as processes:
         processes.coordinator()
-        processes.start("n1", "esnode.daemon", *arguments, FILE_LIMIT="4000")
+        processes.node("n1", FILE_LIMIT="4000")
         assert "cannot write" in last_words(processes)
         reached = round_of(processes)
         processes.node("n1")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -15,7 +14,7 @@ import pytest
 
 from esnode import snapshot
 from protocol import keys, ledger
-from tests import chaos, tiny, toy_engine
+from tests import chaos, toy_engine
 from tests.runs import PLAN, ROOT, SIGNING_SEED, Processes, make_folder, wait_for
 
 FOREVER = 10**6
@@ -43,11 +42,10 @@ def test_a_node_killed_at_a_chosen_moment_goes_on(tmp_path: Path, moment: str) -
     make_folder(tmp_path, ("n1", "n2"), FOREVER, task_options={"seconds": 0.02})
     plan = tmp_path / "plan.toml"
     plan.write_text(PLAN.format(rounds=FOREVER) + "snapshot_every = 2\n")
-    words = ("--run", str(tmp_path), "--threads", "1", "--loader", "tests.dying_engine:load", "--name")
     place = tmp_path / "nodes" / "n1"
 
     def node(name: str, at: str) -> subprocess.Popen[bytes]:
-        return processes.start(name, "esnode.daemon", *words, name, DIE_AT=at, DIE_NODE="n1")
+        return processes.node(name, loader="tests.dying_engine:load", DIE_AT=at, DIE_NODE="n1")
 
     with Processes(tmp_path) as processes:
         processes.coordinator()
@@ -162,28 +160,3 @@ def test_join_on_a_machine_whose_home_folder_is_read_only(tmp_path: Path, read_o
             )
             assert done.returncode == 1 and done.stderr.startswith("esnode: "), done
             assert len(done.stderr.strip().splitlines()) <= 2 and "Traceback" not in done.stderr
-
-
-def test_a_node_with_another_tokenizer_is_told_so(tmp_path: Path) -> None:
-    """The same weights, but other token ids for the same text: it would be asked other questions."""
-    from tests.test_join_run import World, pairs
-
-    world = World(tmp_path)
-    try:
-        world.serve("c", pairs(tmp_path / "pairs.jsonl"), 1)
-        other = tiny.write(tmp_path / "other")
-        path = other / "tokenizer.json"
-        text = path.read_text(encoding="utf-8")
-        path.write_text(swapped(text), encoding="utf-8")
-        told = world.done("n", "join", world.invite("c"), "--model", str(other), code=1)
-        assert "token" in told.lower() and "Traceback" not in told, told
-    finally:
-        world.close()
-
-
-def swapped(text: str) -> str:
-    """A tokenizer whose ids of two letters are exchanged."""
-    plain = json.loads(text)
-    vocabulary = plain["model"]["vocab"]
-    vocabulary["s"], vocabulary["a"] = vocabulary["a"], vocabulary["s"]
-    return json.dumps(plain)

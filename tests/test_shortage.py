@@ -168,8 +168,7 @@ def test_a_node_goes_on_with_smaller_batches_and_says_so(
     folder = made(tmp_path, monkeypatch)
     with Processes(folder.path) as processes:
         processes.coordinator()
-        arguments = ("--run", str(folder.path), "--name", "cpu", "--threads", "1")
-        processes.start("cpu", "esnode.daemon", *arguments, "--loader", "tests.test_shortage:cramped")
+        processes.node("cpu", loader="tests.test_shortage:cramped")
         told = wait_for(
             lambda: [n for n in processes.status().get("nodes", []) if len(n["fingerprints"]) == 2]
         )

@@ -49,15 +49,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
         return made(tmp_path_factory.mktemp("real"), monkeypatch)
 
 
-def node(processes: Processes, name: str, *extra: str) -> None:
-    arguments = ("--run", str(processes.folder), "--name", name, "--threads", "1", *extra)
-    processes.start(name, "esnode.daemon", *arguments)
-
-
 def test_two_kernels_one_ledger(folder: RunFolder) -> None:
     with Processes(folder.path) as processes:
         for name in ("cpu", "reference"):
-            node(processes, name, "--backend", name)
+            processes.node(name, "--backend", name, loader="")
         wait_for(lambda: all("ready" in processes.words(n) for n in ("cpu", "reference")))
         processes.coordinator()
         processes.wait_end()
@@ -78,8 +73,7 @@ def test_a_node_with_other_task_data_never_joins(folder: RunFolder) -> None:
     assert folder.task.read_bytes() != text
     try:
         with Processes(folder.path) as processes:
-            node(processes, "cpu")
-            assert processes.running["cpu"].wait(60) == 1
+            assert processes.node("cpu", loader="").wait(60) == 1
             line = processes.words("cpu").splitlines()[-1]
             assert line.startswith("esnode: ") and "is not the run's" in line
     finally:
