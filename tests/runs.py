@@ -93,6 +93,14 @@ def wait_for(condition: Callable[[], Any], seconds: float = PATIENCE, what: str 
     raise AssertionError(f"waited {seconds} s in vain {what}")
 
 
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and that nobody has waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
 @dataclass
 class Processes:
     """Coordinator and nodes of one toy folder, each a real process. A context manager that ends them all."""

@@ -14,7 +14,7 @@ import pytest
 from esnode import folder
 from esnode.children import MAX_CRASHES, Child, ChildFailed, Children
 from esnode.folder import FolderError, RunFolder
-from tests.runs import ROOT, wait_for
+from tests.runs import ROOT, alive, wait_for
 
 PATIENCE = 20.0
 
@@ -34,15 +34,6 @@ def write(place: Path, name: str, text: str) -> None:
 def child(place: Path, module: str, *arguments: str) -> Child:
     path = os.pathsep.join([str(place), str(ROOT)])
     return Child("worker", module, arguments, place / "worker.log", {"PYTHONPATH": path})
-
-
-def gone(process: int) -> bool:
-    """Whether a process ended (a zombie nobody waits for has ended)."""
-    try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return True
-    return state == "Z"
 
 
 SLEEPER = (
@@ -75,11 +66,11 @@ def test_children_and_grandchildren_die_with_a_killed_parent(modules: Path) -> N
     try:
         wait_for((modules / "outer").exists)
         processes = [int((modules / name).read_text()) for name in ("outer", "inner")]
-        assert not any(gone(process) for process in processes)
+        assert all(map(alive, processes))
     finally:
         parent.kill()
         parent.wait()
-    wait_for(lambda: all(gone(process) for process in processes))
+    wait_for(lambda: not any(map(alive, processes)))
 
 
 def test_a_child_stops_when_asked(modules: Path, tmp_path: Path) -> None:

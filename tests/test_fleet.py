@@ -19,7 +19,7 @@ from esnode.fleet import Fleet, LanesFailed
 from esnode.lanewire import Refused
 from protocol import ledger
 from tests.chaos import lane_pids
-from tests.runs import Processes, make_folder, toy_lock, wait_for
+from tests.runs import Processes, alive, make_folder, toy_lock, wait_for
 
 LANES = ("--lane", "cpu", "--lane", "cpu", "--loader", "tests.odd_lane:toy")
 
@@ -186,13 +186,6 @@ def test_lanes_plan_together(
         else:
             with pytest.raises(LanesFailed, match=words):
                 fleet.wait_loaded()
-
-
-def alive(pid: int) -> bool:
-    try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
 
 
 def test_two_nodes_told_to_use_one_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from esnode.engines.interface import Cancelled
 from esnode.scoring import Scorer, ScorerError, Verdict
 from esnode.tasks import Score
 from tests import kinship
+from tests.runs import alive
 
 LIMIT = 0.5
 # What each answer's text makes the scorer do; "fine" and "wrong" are ordinary.
@@ -82,14 +82,6 @@ def made(folder: Path, source: str, **options: Any) -> Scorer:
 def naughty(tmp_path: Path) -> Iterator[Scorer]:
     with made(tmp_path, NAUGHTY) as scorer:
         yield scorer
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return not Path(f"/proc/{pid}/stat").read_text().split(") ")[1].startswith("Z")
 
 
 def gone_within(pid: int, seconds: float) -> bool:

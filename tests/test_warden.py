@@ -7,12 +7,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests import warden
-from tests.runs import ROOT, wait_for
+from tests.runs import ROOT, alive, wait_for
 
 # A test's process: loops in a session of their own, a forked worker that waits for work.
 TESTS = """
@@ -31,16 +30,7 @@ time.sleep(600)
 
 
 def carriers(mark: str) -> list[int]:
-    return [process for process in warden.marked(mark) if not dead(process)]
-
-
-def dead(process: int) -> bool:
-    """Gone, or a corpse that nobody has collected."""
-    try:
-        words = Path(f"/proc/{process}/stat").read_text()
-    except OSError:
-        return True
-    return words.rpartition(")")[2].split()[0] in "ZX"
+    return [process for process in warden.marked(mark) if alive(process)]
 
 
 @pytest.fixture
@@ -58,9 +48,9 @@ def test_nothing_outlives_tests_that_are_killed(tests: subprocess.Popen[str], wa
     assert tests.stdout is not None
     mark, worker = tests.stdout.readline().strip(), int(tests.stdout.readline())
     wait_for(lambda: len(carriers(mark)) >= 3)
-    assert not dead(worker)
+    assert alive(worker)
     tests.send_signal(way)
-    wait_for(lambda: not carriers(mark) and dead(worker), what="for the loops to end")
+    wait_for(lambda: not carriers(mark) and not alive(worker), what="for the loops to end")
 
 
 def test_all_tests_have_a_warden() -> None:
