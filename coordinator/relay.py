@@ -18,6 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":  # also during the imports below
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's: it closes our stdin
+
 import zmq
 
 from coordinator.relayrules import Accounts
@@ -205,7 +208,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--bind", required=True, help="address to listen on; port 0 means any free port")
     parser.add_argument("--mbit", type=float, default=0.0, help="limit of all it carries; 0: none")
     options = parser.parse_args(arguments)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's: it closes our stdin
     try:
         relay = Relay(options.data, options.bind, options.mbit * 125_000)
     except (UserError, zmq.ZMQError, ValueError) as error:

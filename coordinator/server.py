@@ -21,6 +21,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":  # during the imports below nothing is held yet: Ctrl-C just ends it
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import zmq
 
 from coordinator import amend, greeting, heir, machine, reach

@@ -57,15 +57,21 @@ class Timeline:
         """Trace Event Format, as https://ui.perfetto.dev and chrome://tracing open it; microseconds."""
         start = min((begin for _, _, begin, _ in self.spans), default=0.0)
         lanes = list(dict.fromkeys(lane for lane, *_ in self.spans))
-        names = [
+        names: list[dict[str, Any]] = [
+            {"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": "esnode"}}
+        ]
+        names += [
             {"ph": "M", "name": "thread_name", "pid": 1, "tid": k, "args": {"name": lane}}
             for k, lane in enumerate(lanes)
         ]
+        whole = [
+            (lane, name, round(1e6 * (a - start)), round(1e6 * (b - start)))
+            for lane, name, a, b in self.spans
+        ]
         events = [
-            {"ph": "X", "name": name, "cat": lane, "pid": 1, "tid": lanes.index(lane),
-             "ts": round(1e6 * (begin - start)), "dur": round(1e6 * (end - begin))}
-            for lane, name, begin, end in self.spans
-        ]  # fmt: skip
+            {"ph": "X", "name": name, "cat": lane, "pid": 1, "tid": lanes.index(lane), "ts": a, "dur": b - a}
+            for lane, name, a, b in whole  # both ends rounded: spans that touch must not overlap
+        ]
         return json.dumps({"traceEvents": names + events, "displayTimeUnit": "ms"})
 
 

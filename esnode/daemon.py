@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 if __name__ == "__main__":  # the imports below take a second or two
     from esnode import departure
 
-    departure.at_once()
+    departure.at_once(signal.SIGINT)
 
 import zmq
 

@@ -18,14 +18,16 @@ SECONDS = 3.0  # for what cleans up behind itself; then the process ends whereve
 _WORDS = b"esnode: left before it had begun to work; the same command goes on\n"
 
 
-def at_once() -> None:
-    """Install the handler, in the main thread."""
-    signal.signal(signal.SIGTERM, leave)
+def at_once(*numbers: signal.Signals) -> None:
+    """Install the handler, in the main thread, for these signals besides SIGTERM."""
+    for number in (signal.SIGTERM, *numbers):
+        signal.signal(number, leave)
 
 
-def leave(_number: int = 0, _frame: Any = None) -> NoReturn:
+def leave(number: int = signal.SIGTERM, _frame: Any = None) -> NoReturn:
     """End this process with code 0: by unwinding, or by force when native code or threads do not let go."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for ignored in {signal.SIGTERM, number}:
+        signal.signal(ignored, signal.SIG_IGN)
     os.write(2, _WORDS)
     limit(SECONDS)
     atexit.register(_end)  # the last that is registered comes first: before torch takes itself apart

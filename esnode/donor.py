@@ -22,6 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
+if __name__ == "__main__":  # also during the imports below
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the daemon's: it closes our stdin
+
 import zmq
 
 from esnode import snapshot
@@ -363,7 +366,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rate", type=float, default=0.0, help="bytes per second; 0: no limit")
     parser.add_argument("--also", action="append", default=[], help="a key (hex) that is let in besides")
     options = parser.parse_args(arguments)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the daemon's: it closes our stdin
     os.nice(NICE)
     also = [parse_public(text, "--also") for text in options.also]
     try:

@@ -18,6 +18,9 @@ import time
 import traceback
 from dataclasses import replace
 
+if __name__ == "__main__":  # also during the imports below
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the node, which ends us
+
 from esnode import leash, nodeoptions, reports
 from esnode.enginethread import Broken, EngineThread, Taken
 from esnode.events import Progress
@@ -129,7 +132,6 @@ class LaneProcess:
 
 def main() -> int:
     """Run one lane."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the node, which ends us
     leash.die_with_thread()
     pipe = Pipe(socket.socket(fileno=int(sys.argv[1])))
     options = nodeoptions.parse(sys.argv[2:])

@@ -21,6 +21,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":  # also during the imports below
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the daemon's: it closes our stdin
+
 import zmq
 
 from esnode import snapshot, transfer
@@ -332,7 +335,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="esnode.receiver", description="Fetch a snapshot from peers.")
     parser.add_argument("--folder", type=Path, required=True, help="the node's folder")
     options = parser.parse_args(arguments)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the daemon's: it closes our stdin
     receiver = Receiver(options.folder, json.loads(_first_line()))
     try:
         return 0 if receiver.run() else 1

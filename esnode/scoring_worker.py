@@ -13,6 +13,7 @@ import math
 import os
 import queue
 import resource
+import signal
 import struct
 import sys
 import threading
@@ -21,6 +22,9 @@ from functools import partial
 from numbers import Real
 from pathlib import Path
 from typing import Any, BinaryIO
+
+if __name__ == "__main__":  # also during the imports below
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends us
 
 import msgpack
 

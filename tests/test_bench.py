@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,55 @@ def test_shares_and_timeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     events = json.loads(trace.read_text())["traceEvents"]
     done_in_order = [event["name"] for event in events if event["ph"] == "X"]
     assert done_in_order.count("perturb") == 3 and done_in_order[-1] == "apply"
-    assert {event["ph"] for event in events} == {"M", "X"}
+    assert {event["ph"] for event in events} == {"M", "X"} and not faults(trace.read_text())
+
+
+def faults(text: str) -> list[str]:
+    """What the Trace Event Format does not allow in a trace of complete events and metadata.
+
+    Rules: a "traceEvents" list of objects; name, ph, pid and tid in each; an M event names a process or a
+    thread by args.name; an X event has ts and dur in microseconds, not negative; those of one thread lie
+    inside one another or apart; every thread has a name.
+    """
+    trace, found = json.loads(text), []
+    events = trace["traceEvents"]
+    named, open_ends = set(), {}  # type: ignore[var-annotated]
+    for event in events:
+        if not (isinstance(event.get("name"), str) and event["name"] and event.get("ph") in ("M", "X")):
+            found.append(f"neither metadata nor a complete event: {event}")
+        if not all(type(event.get(key)) is int for key in ("pid", "tid")):
+            found.append(f"pid and tid are no integers: {event}")
+        if event["ph"] == "M":
+            kinds = ("process_name", "thread_name")
+            if event["name"] not in kinds or not isinstance(event.get("args", {}).get("name"), str):
+                found.append(f"metadata that names nothing: {event}")
+            named |= {(event["pid"], event["tid"])} if event["name"] == "thread_name" else set()
+    spans = [event for event in events if event["ph"] == "X"]
+    for event in sorted(spans, key=lambda event: (event["ts"], -event["dur"])):
+        if not all(type(event.get(key)) in (int, float) and event[key] >= 0 for key in ("ts", "dur")):
+            found.append(f"ts or dur is no time: {event}")
+        thread = (event["pid"], event["tid"])
+        ends = open_ends.setdefault(thread, [])
+        while ends and ends[-1] <= event["ts"]:
+            ends.pop()
+        if ends and event["ts"] + event["dur"] > ends[-1]:
+            found.append(f"overlaps what began before it: {event}")
+        ends.append(event["ts"] + event["dur"])
+        if thread not in named:
+            found.append(f"a thread without a name: {event}")
+    return found
+
+
+def test_the_timeline_is_a_trace_by_the_rules_of_its_format() -> None:
+    timeline = Timeline()
+    edges = [0.1 + k / 3e6 for k in range(40)]  # spans that touch within a microsecond
+    timeline.spans += [("engine", "generate", a, b) for a, b in pairwise(edges)]
+    timeline.spans += [("scoring process", "judge", edges[3], edges[30])]
+    assert not faults(timeline.as_trace()) and not faults(Timeline().as_trace())
+    assert json.loads(timeline.as_trace())["displayTimeUnit"] in ("ms", "ns")
+    wrong = json.loads(timeline.as_trace())
+    wrong["traceEvents"].append({**wrong["traceEvents"][-1], "ts": 4, "dur": 99})
+    assert "overlaps" in faults(json.dumps(wrong))[0]
 
 
 SLEEPY = """

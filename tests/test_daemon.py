@@ -43,6 +43,46 @@ def _handles_term(status: Path) -> bool:
     return bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 
+INTERRUPTED = """
+import os, runpy, signal, sys
+class Hook:
+    def find_spec(self, name, path=None, target=None):
+        if name == imported:
+            print("interrupted")
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Hook())
+module, imported = sys.argv[1:3]
+sys.argv[1:3] = []
+runpy.run_module(module, run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "imported"),
+    [
+        ("esnode.daemon", "zmq"),
+        ("esnode.laneprocess", "esnode.hostmaster"),
+        ("esnode.scoring_worker", "msgpack"),
+        ("esnode.donor", "zmq"),
+        ("esnode.receiver", "zmq"),
+        ("coordinator.server", "zmq"),
+        ("coordinator.relay", "zmq"),
+    ],
+)
+def test_ctrl_c_during_the_imports_of_a_process_shows_no_traceback(module: str, imported: str) -> None:
+    """Who holds nothing yet ends at once; whose parent ends it goes on, and here meets a missing option."""
+    words = [sys.executable, "-u", "-c", INTERRUPTED, module, imported, "0"]
+    done = subprocess.run(
+        words, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60,
+        start_new_session=True, check=False,
+    )  # fmt: skip
+    assert done.stdout.startswith("interrupted") and "KeyboardInterrupt" not in done.stderr
+    if module == "esnode.daemon":
+        assert done.returncode == 0 and done.stderr.startswith("esnode: left before it had begun")
+    if module == "coordinator.server":
+        assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+
+
 @pytest.mark.parametrize("way", ["os.kill(os.getpid(), signal.SIGTERM)", "departure.limit(0.1)"])
 def test_nothing_keeps_a_process_that_was_asked_to_leave(way: str) -> None:
     """Neither what torch does at the interpreter's end nor a call that does not come back."""

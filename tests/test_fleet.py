@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from esnode import joined, memory, nodeoptions
+from esnode import joined, memory, nodeoptions, standing
 from esnode.fleet import Fleet, LanesFailed
 from esnode.lanewire import Refused
 from protocol import ledger
@@ -61,6 +61,32 @@ def test_two_lanes_a_kill_and_a_wrong_update_leave_the_run_unharmed(tmp_path: Pa
     assert "lanes differ after one update" in words
     assert processes.final_digest() == truth
     assert not ledger.read(folder / "run.ledger").problem
+
+
+def test_a_node_of_two_lanes_beside_one_of_one(tmp_path: Path) -> None:
+    """One lane is killed: status says which and why, the run goes on to the bits of a single engine."""
+    truth = single_lane(tmp_path / "one", rounds=5)
+    folder = tmp_path / "two"
+    folder.mkdir()
+    make_folder(folder, ("n1", "n2"), rounds=5)
+    (folder / "hold").touch()
+    with Processes(folder) as processes:
+        processes.coordinator()
+        nodes = [processes.node("n1", *LANES), processes.node("n2", *LANES[4:])]
+        wait_for(lambda: len(units_of(processes)) == 5, what="for two units and one in reserve, and 1 + 1")
+        os.kill(lane_pids(nodes[0])[1], signal.SIGKILL)
+        first = wait_for(lambda: [n for n in processes.status()["nodes"] if n["lost"]])[0]
+        assert (first["name"], first["lanes"]) == ("n1", 1)
+        assert first["lost"].startswith("lane 1 (cpu) has ended: killed by SIGKILL")
+        assert first["lost"] in standing._why(first)
+        wait_for(
+            lambda: not any(n["lost"] for n in processes.status()["nodes"]), what="for the lane's return"
+        )
+        (folder / "hold").unlink()
+        processes.wait_end()
+        assert [node.wait(20) for node in nodes] == [0, 0]
+        assert "dispute" not in processes.words("coordinator"), "D of both nodes is the same in every round"
+    assert processes.final_digest() == truth
 
 
 @pytest.mark.slow  # pauses of half a minute in all
