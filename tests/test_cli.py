@@ -66,12 +66,19 @@ def test_node_takes_what_join_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [(one.peer_port, one.catch_up) for one in taken] == [(0, "snapshot"), (None, "auto")]
 
 
+def test_ranks_without_vllm_are_refused_before_anything_is_made(tmp_path: Path) -> None:
+    for command in (("run", "--out", "x"), ("join", "--data", "x"), ("node", "--run", "x")):
+        said = refused(*(word.replace("x", str(tmp_path / "x")) for word in command), "--tp", "2")
+        assert "--tp 2 needs --engine vllm" in said and not (tmp_path / "x").exists()
+
+
 def test_run_takes_the_engine_options_of_join(monkeypatch: pytest.MonkeyPatch) -> None:
     from esnode import accelerators, begin
 
     taken: list[begin.Request] = []
     monkeypatch.setattr("esnode.run.run", lambda request, console: taken.append(request) or 0)
     monkeypatch.setattr(accelerators, "plausible", lambda: False)
+    monkeypatch.setattr("esnode.engines.vllm_start.require_supported", lambda: "0.32.0")
     words = ["run", "--engine", "vllm", "--tp", "2", "--lanes", "3", "--master", "host", "--backend", "cpu"]
     for given in (words, ["run"], ["run", "--nodes", "3", "--threads", "2"]):
         done = CliRunner().invoke(front.cli, given)

@@ -101,7 +101,7 @@ def test_the_handler_comes_before_the_slow_imports() -> None:
     ).stdout
     assert not any(f"'{slow}'" in loaded for slow in ("zmq", "numpy", "torch", "msgspec", "nacl"))
     source = Path(daemon.__file__).read_text()
-    assert source.index("departure.at_once()") < source.index("import zmq")
+    assert source.index("departure.at_once(signal.SIGINT)") < source.index("import zmq")
 
 
 def test_an_owner_pauses_and_resumes_a_joined_node(tmp_path: Path) -> None:

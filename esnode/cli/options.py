@@ -57,12 +57,23 @@ lanes = click.option(
 def words(
     gpus: str | None, lanes: int | None, tp: int | None, engines_per_gpu: int, rest: Mapping[str, object]
 ) -> list[str]:
-    """Arguments for `esnode.daemon`; `rest` concerns it alone. Raises DeviceError as `devices.lanes_of`."""
+    """Arguments for `esnode.daemon`; `rest` concerns it alone. Raises DeviceError as `devices.lanes_of`, and
+    RanksError.
+    """
     from esnode import devices
 
+    require(rest.get("engine"), tp)
     own = devices.lanes_of(gpus, lanes, tp or 1, engines_per_gpu) or devices.group_of(tp or 1)
     found = [word for lane in own for word in ("--lane", lane)]
     return found + typed({"tp": tp, **rest})
+
+
+def require(engine: object, tp: int | None) -> None:
+    """RanksError for what would be refused only once the model is loaded."""
+    from esnode.ranks import RanksError
+
+    if (tp or 1) > 1 and engine != "vllm":
+        raise RanksError(f"--tp {tp} needs --engine vllm: transformers runs a model on one device.")
 
 
 def typed(options: Mapping[str, object]) -> list[str]:
