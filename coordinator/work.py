@@ -331,7 +331,8 @@ def reconcile(turn: Turn, peer: bytes, listed: dict[Unit, int]) -> None:
     for unit, progress in listed.items():
         if unit in kept:
             continue
-        if len(kept) < membership.depth(node) and _useful(turn, peer, unit):
+        twice = any(_overlap(unit, other) for other in kept)  # two coordinators gave it, cut otherwise
+        if len(kept) < membership.depth(node) and not twice and _useful(turn, peer, unit):
             if node.stalled:
                 continue  # its units are anybody's until it moves
             kept[unit] = Lease(unit, now, now, now, progress, sent=False)
@@ -341,6 +342,11 @@ def reconcile(turn: Turn, peer: bytes, listed: dict[Unit, int]) -> None:
     order = {unit: k for k, unit in enumerate(listed)}
     ordered = sorted(kept.values(), key=lambda lease: order.get(lease.unit, len(order)))
     turn.set_node(membership.holding(node, tuple(ordered), now))
+
+
+def _overlap(one: Unit, other: Unit) -> bool:
+    same = (one.kind, one.member) == (other.kind, other.member)
+    return same and one.first <= other.last and other.first <= one.last
 
 
 def _confirmed(turn: Turn, peer: bytes, lease: Lease, progress: int | None) -> Lease | None:
