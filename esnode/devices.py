@@ -75,14 +75,14 @@ def of_nodes(
     gpus: str | None, lanes: int | None, group: int, per_gpu: int, nodes: int | None
 ) -> tuple[tuple[str, ...], ...]:
     """The lanes of each node of one machine, as `lanes_of`: the nodes share out the GPUs in their order, and
-    each has `lanes` on the CPU. Without `nodes` it is one, with lanes, else two.
+    each has `lanes` on the CPU, or one group of ranks. Without `nodes` it is one, with lanes, else two.
 
     Nobody said GPUs or lanes: all GPUs that there are.
     """
     if gpus is None and lanes is None and accelerators.plausible() and accelerators.device() != CPU:
         gpus = "all"
     found = lanes_of(gpus, None, group, per_gpu)
-    own = _on_cpu(lanes, bool(found))
+    own = _on_cpu(lanes, bool(found)) or (() if found else group_of(group))
     nodes = nodes or (1 if found or own else 2)
     if found and nodes > len(found):
         what = f"{len(found)} engine{'s' * (len(found) > 1)} on GPUs cannot be shared out"

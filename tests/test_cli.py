@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import json
 import os
 import re
@@ -70,6 +71,13 @@ def test_ranks_without_vllm_are_refused_before_anything_is_made(tmp_path: Path) 
     for command in (("run", "--out", "x"), ("join", "--data", "x"), ("node", "--run", "x")):
         said = refused(*(word.replace("x", str(tmp_path / "x")) for word in command), "--tp", "2")
         assert "--tp 2 needs --engine vllm" in said and not (tmp_path / "x").exists()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is here")
+def test_a_missing_vllm_is_said_before_anything_is_made(tmp_path: Path) -> None:
+    for command in (("run", "--out", "x"), ("join", "--data", "x"), ("node", "--run", "x")):
+        said = refused(*(word.replace("x", str(tmp_path / "x")) for word in command), "--engine", "vllm")
+        assert "vLLM is not installed here" in said and not (tmp_path / "x").exists()
 
 
 def test_run_takes_the_engine_options_of_join(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,8 @@ def test_nodes_of_a_machine_without_gpus(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(devices.accelerators, "plausible", lambda: False)
     assert of_nodes(None, None, 1, 1, None) == of_nodes(None, 1, 1, 1, 2) == ((), ())
     assert of_nodes(None, 2, 1, 1, None) == (("cpu", "cpu"),)
-    assert of_nodes(None, None, 2, 1, 3) == ((), (), ()), "--tp 2 on cores"
+    assert of_nodes(None, None, 2, 1, None) == (("cpu",),), "--tp 2 on cores: ranks are a lane, as for join"
+    assert of_nodes(None, None, 2, 1, 3) == (("cpu",),) * 3
 
 
 def test_several_engines_on_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,10 +69,15 @@ def words(
 
 
 def require(engine: object, tp: int | None) -> None:
-    """RanksError for what would be refused only once the model is loaded."""
+    """RanksError, or the engine's own UserError where vLLM is missing, for what would be refused only once a
+    run is made or joined."""
     from esnode.ranks import RanksError
 
-    if (tp or 1) > 1 and engine != "vllm":
+    if engine == "vllm":
+        from esnode.engines import vllm_start
+
+        vllm_start.require_supported()
+    elif (tp or 1) > 1:
         raise RanksError(f"--tp {tp} needs --engine vllm: transformers runs a model on one device.")
 
 

@@ -75,10 +75,6 @@ def run(
     from esnode.run import run as start
 
     options.require(passed["engine"], tp)
-    if passed["engine"] == "vllm":
-        from esnode.engines import vllm_start
-
-        vllm_start.require_supported()  # before a folder is made and the plan locked
     shares = devices.of_nodes(gpus, lanes, tp or 1, engines_per_gpu, nodes)
     on_gpus = any(lane != devices.CPU for lane in shares[0])
     several = engines_per_gpu if engines_per_gpu > 1 else None
