@@ -2,7 +2,7 @@
 
 Pure. A node has answered a term once it keeps it on its disk, which its next Hello shows: until then it may
 go to another successor and answer there, and two of them would begin. Called by `succession.py`,
-`machine.py` and `picture.py`.
+`disputes.py`, `machine.py` and `picture.py`.
 """
 
 from __future__ import annotations
@@ -84,6 +84,15 @@ def last_words(state: State) -> str:
     known = state.chain.entries[-1].nonce == state.nonce or inherited(state)
     how = "not confirmed by" if known else "not heard since this start:"  # others may have confirmed before
     return f"{words}; {how} {', '.join(sorted(names))}"
+
+
+def unheard(state: State) -> list[str]:
+    """Who worked lately and has not come back to a coordinator that was started again, until it commits."""
+    commits = state.chain.commits
+    if not commits or commits[-1].nonce == state.nonce:
+        return []
+    heard = {state.numbers.get(key) for key in state.nodes}
+    return [_name(state, number) for number in sorted(set(_recent(state)) - heard)]
 
 
 def _staying(state: State) -> set[int]:

@@ -5,7 +5,7 @@ Pure. `disputes.py` acts on them. Part of `state.State`; imports protocol and `m
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -116,8 +116,13 @@ def misfit(state: Any, message: Rederived) -> str:
     return ""
 
 
-def witnessed(proof: Proof, nodes: Mapping[bytes, Node], round: int, now: float) -> Verdict:
-    """Whether D may be signed: two nodes say it, or one that is alone (it reads back what it wrote)."""
+def witnessed(
+    proof: Proof, nodes: Mapping[bytes, Node], round: int, now: float, unheard: Sequence[str] = ()
+) -> Verdict:
+    """Whether D may be signed: two nodes say it, or one that is alone (it reads back what it wrote).
+
+    `unheard`: names of nodes that may still come back to a coordinator that has just started.
+    """
     count = len(proof.words)
     if not count:
         return Verdict(False, "no node has told the digest of this state yet")
@@ -127,7 +132,7 @@ def witnessed(proof: Proof, nodes: Mapping[bytes, Node], round: int, now: float)
         node.name
         for key, node in nodes.items()
         if key not in proof.words and standing(node, round, now)[0] == READY
-    ]
+    ] + list(unheard)
     if not others:
         return Verdict(True, "the only node there is has read back what it wrote")
     waited = now - proof.since

@@ -16,7 +16,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from coordinator import claims, standoff
+from coordinator import answers, claims, standoff
 from coordinator.claims import FAULTS_TO_LEAVE, Dispute, sides, there
 from coordinator.events import FaultFound
 from coordinator.state import blame, learn
@@ -82,7 +82,8 @@ def settle(turn: Turn) -> None:
         _close(turn, dispute)
     if turn.stopped or turn.digest is not None or len(found) != 1:
         return
-    verdict = claims.witnessed(turn.proof, turn.nodes, turn.round.number, turn.now)
+    unheard = answers.unheard(turn.state) if len(turn.proof.words) == 1 else []
+    verdict = claims.witnessed(turn.proof, turn.nodes, turn.round.number, turn.now, unheard)
     if verdict.ok:
         _learn(turn, next(iter(found)), verdict.reason)
 

@@ -197,7 +197,8 @@ def _linger(turn: Turn, since: float) -> None:
         over = state.now - since >= LINGER
     else:
         alone = LINGER if answers.inherited(state) else LINGER_ALONE
-        over = (bool(state.nodes) and not rest) or state.now - since >= alone
+        told = bool(state.nodes) and not rest and not answers.unheard(state)
+        over = told or state.now - since >= alone
     if over:
         turn.stop(answers.last_words(state), 0)
 

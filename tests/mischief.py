@@ -161,8 +161,7 @@ def flips(world: World, rng: random.Random) -> None:
 def miscomputes(world: World, rng: random.Random) -> None:
     """An update comes out wrong and its node does not notice; others must, so they are there.
 
-    Not beside a machine that insists: the stop may come before this one is mended, and after the restart the
-    first node to return would be believed alone.
+    Not beside a machine that insists: of two that err, one may be named for the other.
     """
 
     def err(sim: SimNode) -> None:

@@ -72,6 +72,28 @@ def test_a_lone_node_is_believed_at_once_and_a_silent_second_one_is_not_waited_f
     assert desk.state.digest == RIGHT
 
 
+def test_after_a_restart_the_first_node_to_return_is_not_believed_alone() -> None:
+    desk = second_round("a", "b")
+    work(desk, "b", RIGHT)
+    desk.restart()
+    desk.join("a")
+    desk.applied("a", WRONG)
+    assert desk.state.digest is None
+    desk.join("b")
+    desk.applied("b", RIGHT)
+    assert desk.state.digest is None and desk.state.proof.dispute is not None, "it is settled by replay"
+
+
+def test_after_a_restart_those_who_stay_away_are_not_waited_for_for_ever() -> None:
+    desk = second_round("a", "b")
+    desk.restart()
+    desk.join("a")
+    for _ in range(3):
+        desk.applied("a", RIGHT)
+        desk.tick(claims.WITNESS_WAIT / 2)
+    assert desk.state.digest == RIGHT
+
+
 # ---------------------------------------------------------------- disputes
 
 

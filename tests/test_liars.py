@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 import coordinator.events as ce
 from coordinator import donors, machine, outputs, succession
 from coordinator.peers import Peer
 from esnode import transfer
 from protocol import wire, zmtp
+from protocol.chain import Chain
 from protocol.messages import Evidence, EvidenceAsk, Fetch, Rederive, Rederived, Refuse, Unit, Welcome
 from protocol.peers import Kept
 from tests.desk import Desk, hello, key_of
@@ -122,7 +124,8 @@ def test_a_height_that_grows_with_every_hello_does_not_keep_a_successor_waiting(
         chain = desk.state.chain
         desk.say("c", hello(desk.lock, height=1000 + second, tip=bytes([second]) * 32))
         for name in "ab":
-            desk.say(name, hello(desk.lock, height=chain.height, tip=chain.tip, digest=RIGHT))
+            own = hello(desk.lock, height=chain.height, tip=chain.tip, digest=RIGHT)
+            desk.say(name, replace(own, proof=desk.state.term_proof))
         desk.tick(1.0)
         if not desk.state.lineage.waiting:
             break
@@ -205,7 +208,7 @@ def test_one_donor_cannot_say_how_large_a_snapshot_is(monkeypatch: pytest.Monkey
     desk = second_round("a", "b", "c")
     root = b"\1" * 32
     _kept(desk, a=(root, 900), b=(root, 900), c=(root, 2**60))
-    monkeypatch.setattr(donors, "announced", lambda *_: True)
+    monkeypatch.setattr(Chain, "announces", lambda *_: True)
     assert all(isinstance(peer, Peer) for peer in desk.state.peers.values())
     assert donors.choose(desk.state, key_of("d"), 0).size == 900
 

@@ -99,10 +99,10 @@ def test_ipv6(site: Site) -> None:
     make_folder(site.folder, rounds=3)
     site.v6 = True
     site.serve()
-    for name in ("n1", "n2"):
-        site.join(name)
+    site.join("n1")
+    wait_for(lambda: "connected to tcp://[fd77:" in site.words("n1"))
+    site.join("n2")
     site.wait_end(30)
-    assert "connected to tcp://[fd77:" in site.words("n1")
     check(site)
 
 

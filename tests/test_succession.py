@@ -10,6 +10,7 @@ import pytest
 
 import coordinator.events as ce
 import esnode.events as ne
+from coordinator import machine
 from coordinator.membership import Verdict
 from protocol.chain import Chain
 from protocol.entries import EntryKind, public_key
@@ -161,6 +162,7 @@ def test_a_successor_of_a_run_that_has_ended_tells_who_comes_and_names_who_does_
     move(world, "heir", "node-2")
     world.run(until=world.now + 5)
     assert raws_of(world, "node-2") == raws_of(world)
+    world.run(until=world.now + machine.LINGER)
     assert heir.stopped == ("the run has ended: 2 rounds are committed; not confirmed by node-0, node-1", 0)
 
 
@@ -442,5 +444,5 @@ def test_two_starts_in_one_term_are_found_out() -> None:
     world.coordinator.start()
     clone.start()
     move(world, "clone", FIRST)
-    with pytest.raises(Violation, match="started twice"):
-        world.run(until=world.now + 10)
+    with pytest.raises(Violation, match="started twice"):  # a lone node is believed after WITNESS_WAIT
+        world.run(until=world.now + 30)
