@@ -60,7 +60,7 @@ def main() -> None:
 
 def build(folder: Path, model: str, members: int, rounds: int, threads: int) -> None:
     """A run folder whose journal stands after `rounds` commits."""
-    from coordinator.events import EntryAppended, TermTaken
+    from coordinator.events import EntryAppended, KeyRevoked, TermTaken
     from coordinator.journal import Journal
     from esnode import begin, kernels, models
     from esnode.folder import RunFolder
@@ -85,13 +85,15 @@ def build(folder: Path, model: str, members: int, rounds: int, threads: int) -> 
         return chain.append(entry)
 
     add(LockBody(lock.to_bytes()))
-    add(RosterBody((Admission(0, bytes(31) + b"1", "first"),)))
+    first = bytes(31) + b"1"
+    add(RosterBody((Admission(0, first, "first"),)))
     for round_ in range(rounds):
         rewards = tuple(MemberReward(k, -draw.random(), 0) for k in range(members))
         state.apply([add(CommitBody(lock.alpha_at(round_), lock.sigma_at(round_), rewards))])
         print(f"round {round_ + 1}", file=sys.stderr)
     journal = Journal(folder / "coordinator" / "journal.sqlite", lock.run_id)
     journal.append([TermTaken(1, bytes(8)), *(EntryAppended(h, e.raw) for h, e in enumerate(chain.entries))])
+    journal.append([KeyRevoked(first, "it never was")])  # or its word on D would be waited for
     journal.close()
 
 
