@@ -149,6 +149,8 @@ class Operator:
         for name, sim in world.nodes.items():
             if sim.home != ruler.name:
                 self.send(name, ruler.name)
+            if sim.stopped and any(words in sim.stopped[0] for words in TWICE) and not world.coming:
+                world.start(sim, 1.0)  # the last words of one who rules no more came after the decision
         world.after(LOOK, self._mind)
 
 
