@@ -26,6 +26,7 @@ KNOWN_BAD: dict[int, str] = {
     320393: "a node that had confirmed its side was sent away, as another was silent in the dispute",
     106377: "of two copies the one with the run's END died before it named the node that holds the other END",
     104179: "a node held a member whole and in chunks, from two coordinators: a take-over made one lease two",
+    636388387: "a retired coordinator told machines to stop after the operator had chosen: simulator",
     68: "a torn ledger file under a running node was a fault of the simulator itself",
 }
 FIXED = range(40)
