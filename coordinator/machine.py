@@ -185,6 +185,7 @@ def _on_tick(turn: Turn) -> None:
 def _linger(turn: Turn, since: float) -> None:
     """After END: wait for the nodes that are there and have not confirmed it, then stop.
 
+    After a start on a run that has ended it also waits, for a time, for those who worked lately.
     Those that have left may be paused and connected: they are told, and may come for the rest of the ledger.
     """
     state = turn.state
