@@ -26,7 +26,7 @@ class Board:
         now = time.time()
         path = folder.tensorboard / f"events.out.tfevents.{now:.0f}.esnode"
         self._file = open(path, "wb")  # noqa: SIM115 - lives as long as the run
-        self._file.write(record(_double(1, now) + _bytes(3, b"brain.Event:2")))
+        self._file.write(record(_wall_time(now) + _bytes(3, b"brain.Event:2")))
         self._rounds = 0
         self._scores = 0
 
@@ -71,7 +71,7 @@ def scalars(values: Mapping[str, float], step: int, moment: float) -> bytes:
     summary = b"".join(
         _bytes(1, _bytes(1, name.encode()) + _float(2, value)) for name, value in values.items()
     )
-    return _double(1, moment) + _varint(2 << 3) + _varint(step) + _bytes(5, summary)
+    return _wall_time(moment) + _varint(2 << 3) + _varint(step) + _bytes(5, summary)
 
 
 def record(message: bytes) -> bytes:
@@ -114,8 +114,8 @@ def _bytes(field: int, value: bytes) -> bytes:
     return _varint(field << 3 | 2) + _varint(len(value)) + value
 
 
-def _double(field: int, value: float) -> bytes:
-    return _varint(field << 3 | 1) + struct.pack("<d", value)
+def _wall_time(moment: float) -> bytes:
+    return _varint(1 << 3 | 1) + struct.pack("<d", moment)
 
 
 def _float(field: int, value: float) -> bytes:

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -111,11 +111,11 @@ class Children:
             )
         child.retry_at = now + 2.0 ** (len(child.crashes) - 1)
 
-    def ask_to_stop(self, names: Sequence[str] | None = None) -> None:
+    def ask_to_stop(self) -> None:
         """SIGTERM: each child says goodbye to its peers, flushes and ends."""
         for child in self.all.values():
             child.retry_at = None
-            if child.running and (names is None or child.name in names):
+            if child.running:
                 assert child.process
                 child.process.send_signal(signal.SIGTERM)
 

@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import esnode
+from esnode.nodeoptions import cores
 from protocol import noise
 from protocol.errors import UserError
+from protocol.lock import LAW
 from protocol.messages import WIRE_VERSION
 
 if TYPE_CHECKING:
@@ -94,7 +96,7 @@ def examine(kernel: str | None = None) -> dict[str, Any]:
     """Everything doctor reports, JSON-able. `kernel` limits it to one; KernelUnavailable if unknown."""
     report = {
         "esnode": esnode.__version__,
-        "law": noise.LAW,
+        "law": LAW,
         "wire": WIRE_VERSION,
         "hardware": hardware(),
         "versions": {"python": platform.python_version(), **{p: _version(p) for p in _PACKAGES}},
@@ -123,7 +125,7 @@ def hardware() -> dict[str, Any]:
     found: dict[str, Any] = {
         "processor": name,
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": cores(),
         "features": [f for f in _FEATURES if f in flags],
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "devices": [],
@@ -179,8 +181,7 @@ def _thread_counts(name: str, device: str) -> list[int]:
 
     if name == "reference" or device != "cpu":  # its threads are torch's
         return [torch.get_num_threads()]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return sorted({1, cores})
+    return sorted({1, cores()})
 
 
 def _speeds(kernels: Kernels, threads: int, device: str) -> dict[str, float]:
@@ -250,16 +251,10 @@ def show(report: dict[str, Any], console: Console) -> None:
     machine.add_row("packages", ", ".join(packages))
     console.print(machine)
     kernels = Table(title="Kernels (million weights per second)", title_justify="left")
-    for column in (
-        "kernel",
-        "self-test",
-        "compiled in",
-        "threads",
-        "perturb",
-        "restore",
-        "update, per member",
-    ):
-        kernels.add_column(column, justify="left" if column in ("kernel", "self-test") else "right")
+    for column in ("kernel", "self-test"):
+        kernels.add_column(column)
+    for column in ("compiled in", "threads", "perturb", "restore", "update, per member"):
+        kernels.add_column(column, justify="right")
     for name, kernel in report["kernels"].items():
         if not kernel["usable"]:
             continue

@@ -139,9 +139,8 @@ def speak(
         running = [episode for episode in running if episode.slot not in ended]
         if turn + 1 == task.turns or not running:
             break
-        for episode, verdict in zip(
-            running, _judge(prepared, scorer, split, running, spent, stop), strict=True
-        ):
+        verdicts = _judge(prepared, scorer, split, running, spent, stop)
+        for episode, verdict in zip(running, verdicts, strict=True):
             if verdict.score is not None:
                 ended[episode.slot] = _scored(episode, verdict.score, verdict.failure)
             elif not _continued(prepared, episode, verdict.more, sampling.max_new_tokens):

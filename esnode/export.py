@@ -27,13 +27,8 @@ from protocol.lock import Lock, TensorSpec
 
 SHARD = 4 << 30  # bytes of weights per file
 CODES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-COPIED = (
-    ".json",
-    ".jinja",
-    ".txt",
-    ".model",
-    ".tiktoken",
-)  # configuration and tokenizer; never code or weights
+# Configuration and tokenizer; never code or weights.
+COPIED = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 
 
 class ExportError(UserError):

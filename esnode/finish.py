@@ -84,7 +84,7 @@ def _compare(
     before = _greedy(base.engine, prepared, chosen)
     rebuilt = rebuild.advance(base, ledger.rounds, tell)
     after = _greedy(rebuilt.engine, prepared, chosen)
-    questions = [_question(task.start(task.heldout[index])) for index in chosen]
+    questions = [task.start(task.heldout[index])[-1]["content"] for index in chosen]
     rows = [Comparison(*row) for row in zip(questions, before, after, strict=True)]
     write_file(
         place.answers, json.dumps([asdict(row) for row in rows], ensure_ascii=False, indent=1).encode()
@@ -109,10 +109,6 @@ def _greedy(engine: Engine, prepared: Prepared, chosen: Sequence[int]) -> list[s
 def _readable(text: str) -> str:
     """One line without characters that could drive a terminal: a model may say anything."""
     return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
-
-
-def _question(messages: Sequence[dict[str, str]]) -> str:
-    return messages[-1]["content"]
 
 
 def _write_model(place: RunFolder, rebuilt: Rebuilt) -> None:
@@ -191,12 +187,9 @@ def _summary(outcome: Outcome) -> Table:
         table.add_row(label, Text(words))
     rebuilt = outcome.rebuilt
     table.add_row("digest", f"{rebuilt.digest:016x}, {rebuilt.compared} of {rebuilt.round} rounds compared")
-    table.add_row("replay", f"{rebuilt.replay_seconds:.1f} s from the ledger ({_ledger_size(outcome.place)})")
+    kept = size(outcome.place.ledger.stat().st_size)
+    table.add_row("replay", f"{rebuilt.replay_seconds:.1f} s from the ledger ({kept})")
     return table
-
-
-def _ledger_size(place: RunFolder) -> str:
-    return size(place.ledger.stat().st_size)
 
 
 def _next(place: RunFolder) -> str:

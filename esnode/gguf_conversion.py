@@ -12,7 +12,7 @@ from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
-from protocol.errors import UserError
+from protocol.errors import UserError, first_line
 
 STRAY_CONFIG = ("_model_name_or_path",)
 STRAY_TOKENIZER = ("is_local", "local_files_only", "name_or_path")
@@ -70,16 +70,15 @@ def _write(source: Path, folder: Path, architecture: str) -> None:
             )
         except (ValueError, KeyError, NotImplementedError, ImportError) as error:
             raise ConversionError(
-                f"{source.name} (architecture {architecture!r}) cannot be converted: {_first_line(error)} "
+                f"{source.name} (architecture {architecture!r}) cannot be converted: {_sentence(error)} "
                 "Use the model's original Hugging Face folder."
             ) from None
         tokenizer.save_pretrained(folder)
         model.to(torch.bfloat16).save_pretrained(folder)
 
 
-def _first_line(error: Exception) -> str:
-    line = (str(error).splitlines() or [type(error).__name__])[0]
-    return line if line.endswith(".") else line + "."
+def _sentence(error: Exception) -> str:
+    return first_line(error).removesuffix(".") + "."
 
 
 class quiet:

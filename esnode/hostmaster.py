@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from esnode import memory
-from protocol.errors import UserError
+from protocol.errors import UserError, first_line
 from protocol.lock import Lock
 
 SPARE = 1 << 30  # bytes of host memory that are left to everything else
@@ -171,8 +171,8 @@ def require(size: int) -> None:
 
 def _too_little(size: int, free: int, reason: str) -> HostMasterUnavailable:
     return HostMasterUnavailable(
-        f"the master needs {size / 1e9:.1f} GB of host memory and {SPARE / 1e9:.1f} GB must stay free, but "
-        f'{free / 1e9:.1f} GB are free ({reason}). Use a smaller model, master = "bfloat16", or --master '
+        f"the master needs {memory.gb(size)} of host memory and {memory.gb(SPARE)} must stay free, but "
+        f'{memory.gb(free)} are free ({reason}). Use a smaller model, master = "bfloat16", or --master '
         "device."
     )
 
@@ -194,7 +194,7 @@ def _pin(owner: object, raw: np.ndarray) -> str | None:
     try:
         code = int(runtime.cudaHostRegister(address, raw.nbytes, _PORTABLE))
     except RuntimeError as error:
-        code, reason = 1, str(error).splitlines()[0]
+        code, reason = 1, first_line(error)
     else:
         reason = f"error {code}"
     if code == 0:

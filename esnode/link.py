@@ -147,7 +147,7 @@ class Link:
             try:
                 if len(frames) != 1:
                     raise wire.MalformedMessage("more than one part")
-                found = wire.decode_all(frames[0], "coordinator")
+                found = wire.decode_all(frames[0])
             except wire.MalformedMessage as error:
                 log.warning("a malformed message of the coordinator is dropped: %s", error)
                 continue

@@ -25,7 +25,7 @@ from protocol.plan import Plan
 
 
 class LockingError(UserError):
-    """A plan that cannot become a lock: the sentence names the field and what to write instead."""
+    """A plan that cannot become a lock here: the sentence names what is missing."""
 
 
 class Mismatch(UserError):
@@ -36,7 +36,6 @@ def resolve(
     plan: Plan,
     *,
     trusted: Sequence[str],
-    data: bytes | None = None,
     parent: Parent | None = None,
     progress: Tell = silent,
     code: Path | None = None,
@@ -44,19 +43,16 @@ def resolve(
 ) -> tuple[Lock, bytes, ModelFolder]:
     """The lock of a plan, the task's data blob and the model's folder.
 
-    `trusted` are the signing keys (hex) when the plan names none. `data` is a blob made before, to be used
-    instead of making it again; `parent` the state a fork starts from, whose digest becomes the lock's; `code`
-    the folder that `python:` tasks may be loaded from. Without `digests` the weights are not hashed and the
-    lock cannot be that of a run. Raises what resolving the model, the task and the prompts raises,
-    LockingError, LockError.
+    `trusted` are the signing keys (hex) when the plan names none; `parent` is the state a fork starts from,
+    whose digest becomes the lock's; `code` the folder that `python:` tasks may be loaded from. Without
+    `digests` the weights are not hashed and the lock cannot be that of a run. Raises what resolving the
+    model, the task and the prompts raises, LockingError, LockError.
     """
     model = models.resolve(plan.model, lambda message: progress(message, 0, 1))
     with step(progress, f"making the data of task {plan.task}"):
-        blob = data if data is not None else tasks.materialise(plan.task, plan.task_options, code=code)
-        spec, options = tasks.header(blob)
-        if spec != plan.task:
-            raise LockingError(f"run.task = {plan.task!r}: the data at hand was made for {spec!r}")
-        task = tasks.open_task(spec, options, blob, code=code)
+        data = tasks.materialise(plan.task, plan.task_options, code=code)
+        _, options = tasks.header(data)
+        task = tasks.open_task(plan.task, options, data, code=code)
     max_new_tokens = plan.max_new_tokens or task.max_new_tokens
     with step(progress, "tokenising the prompts"):
         prepared = prompts.prepare(model.path, task, plan.date, max_new_tokens)
@@ -71,10 +67,10 @@ def resolve(
         digest=digest,
         manifest=tuple(specs),
         parent=parent,
-        task=spec,
+        task=plan.task,
         task_options=options,
-        data=hashlib.sha256(blob).hexdigest(),
-        scorer=tasks.scorer_digest(spec, code),
+        data=hashlib.sha256(data).hexdigest(),
+        scorer=tasks.scorer_digest(plan.task, code),
         packages=versions(task),
         date=plan.date,
         train_prompts=len(task.train),
@@ -90,7 +86,7 @@ def resolve(
         trusted=plan.trusted or tuple(trusted),
         **{name: getattr(plan, name) for name in _AS_PLANNED},
     )
-    return lock, blob, model
+    return lock, data, model
 
 
 _AS_PLANNED = (

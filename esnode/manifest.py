@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol import noise, seeds
+from protocol import seeds
 from protocol.errors import UserError
 from protocol.lock import TensorSpec
 
@@ -232,18 +232,15 @@ def state_digest(
     folder: str | Path, specs: Sequence[TensorSpec], kernels: Kernels, master: str = "float32"
 ) -> int:
     """D of the master that a run of this base starts from: the trained tensors, in a master of this dtype."""
-    import torch
+    from esnode.kernels.interface import Region  # loads torch, as the next
+    from esnode.parts import master_of
 
-    from esnode.kernels.interface import Region
-
-    total = 0
     trained = [spec for spec in specs if spec.trained]
-    for spec, values in tensors(folder, trained):
-        array = torch.from_numpy(values)
-        if master == "bfloat16":
-            array = torch.from_numpy(noise.round_bf16(values).view(np.int16)).view(torch.bfloat16)
-        total += kernels.digest(array, seeds.tensor_key(spec.name), Region.whole(values.size))
-    return total % (1 << 64)
+    digests = (
+        kernels.digest(master_of(values, master), seeds.tensor_key(spec.name), Region.whole(values.size))
+        for spec, values in tensors(folder, trained)
+    )
+    return sum(digests) % seeds.U64
 
 
 def check(folder: str | Path, lock: Lock) -> list[TensorSpec]:

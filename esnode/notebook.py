@@ -117,11 +117,8 @@ class Notebook:
             found = -1, b""
         if not (0 <= found[0] < 2**32 and len(found[1]) in (0, PROOF)):
             found = max((parse(raw).term for raw in self.raws), default=0), b""
-            self.warning = "; ".join(
-                filter(
-                    None, (self.warning, f"{path} was damaged and is made again from the ledger: {found[0]}")
-                )
-            )
+            damaged = f"{path} was damaged and is made again from the ledger: {found[0]}"
+            self.warning = f"{self.warning}; {damaged}" if self.warning else damaged
             self.store_term(*found)
         return found
 
@@ -137,8 +134,7 @@ class Notebook:
         reading = ledger.read(path)
         if reading.chain.height and reading.chain.lock.run_id != run_id:
             raise NotebookError(f"{path} belongs to another run; give this run another folder or node name")
-        torn = reading.problem is not None
-        if torn:
+        if reading.problem is not None:
             aside = path.with_name(f"node.ledger.damaged-{int(time.time())}")
             os.replace(path, aside)
             with LedgerFile(path) as fresh:

@@ -61,6 +61,5 @@ def require_small(spec: TensorSpec, values: NDArray[np.float32]) -> None:
     if largest > FP16_LIMIT:
         raise StateError(
             f'{spec.name} holds {largest:.0f}, too large for live_dtype = "float16" (limit '
-            f"{FP16_LIMIT:.0f}). Use "
-            '"bfloat16".'
+            f'{FP16_LIMIT:.0f}). Use "bfloat16".'
         )

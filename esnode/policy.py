@@ -7,6 +7,7 @@ anything is downloaded, the daemon before and during work, whoever moves bulk da
 
 from __future__ import annotations
 
+import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -130,9 +131,7 @@ def needs(lock: Lock) -> Needs:
     stored = {"bfloat16": 2, "float16": 2, "float32": 4}
     total = trained = download = 0
     for tensor in lock.manifest:
-        size = 1
-        for extent in tensor.shape:
-            size *= extent
+        size = math.prod(tensor.shape)
         total += size
         trained += size if tensor.trained else 0
         download += size * stored.get(tensor.dtype, 8)

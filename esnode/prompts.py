@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from esnode.tasks import ChatMessage, Task
-from protocol.errors import UserError
+from protocol.errors import UserError, first_line
 
 SPLITS = ("train", "heldout")
 _CLOCK = re.compile(r"""strftime_now\(\s*("[^"]*"|'[^']*')\s*\)""")
@@ -177,8 +177,7 @@ def prepare(folder: Path, task: Task, date: str, max_new_tokens: int = 0) -> Pre
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise PromptError(f"the tokenizer of {folder} cannot be loaded: {first}") from error
+        raise PromptError(f"the tokenizer of {folder} cannot be loaded: {first_line(error)}") from error
     config = _json(folder / "config.json")
     text_config = config.get("text_config") or {}
     eos: list[int] = []

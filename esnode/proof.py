@@ -164,13 +164,12 @@ def on_mended(turn: Turn, event: Mended) -> None:
     _set(turn, mending=False, damaged=(), mend=None)
     turn.set(digest=event.digest)
     if proof.damaged:
-        names = ", ".join(proof.damaged[:3]) + f" and {len(proof.damaged) - 3} more" * (
-            len(proof.damaged) > 3
-        )
-        same = (
-            "" if event.digest == before else f"; replay gives digest {event.digest:016x}, not {before:016x}"
-        )
-        _report(turn, f"{names} changed in memory between two reads{same}")
+        more = len(proof.damaged) - 3
+        what = ", ".join(proof.damaged[:3]) + (f" and {more} more" if more > 0 else "")
+        words = f"{what} changed in memory between two reads"
+        if event.digest != before:
+            words += f"; replay gives digest {event.digest:016x}, not {before:016x}"
+        _report(turn, words)
     elif proof.mend is not None and proof.question is not None:
         _answer(turn, proof.mend.held, proof.mend.derived, proof.mend.since)
 

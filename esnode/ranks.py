@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from esnode.engines.interface import MemoryPlan
+from esnode.memory import gb
 from protocol.errors import UserError
 from protocol.lock import Lock
 
@@ -156,9 +157,9 @@ def _deal_kind(
             return groups, host, _line(gpus, groups, need, in_host)
     free = max(gpu.free for gpu in gpus)
     if need <= free:
-        short = f"a master of {_gb(plan.master)} does not fit into {_gb(host.free)} of free host memory"
+        short = f"a master of {gb(plan.master)} does not fit into {gb(host.free)} of free host memory"
         return [], host, f"not used, {short}"
-    return [], host, f"not used, at best {_gb(need)} are needed on each and {_gb(free)} are free"
+    return [], host, f"not used, at best {gb(need)} are needed on each and {gb(free)} are free"
 
 
 def _masters(plan: MemoryPlan, host: Host, ranks: int) -> int:
@@ -174,7 +175,7 @@ def _line(gpus: Sequence[Gpu], groups: Sequence[tuple[int, ...]], need: int, in_
     each = f" of {len(groups[0])} GPUs" + " each" * (len(groups) > 1) if len(groups[0]) > 1 else ""
     free = min(gpu.free for gpu in gpus if gpu.index in used)
     return (
-        f"{len(groups)} engine{'s' * (len(groups) > 1)}{each}, {_gb(need)} of {_gb(free)} free needed on each"
+        f"{len(groups)} engine{'s' * (len(groups) > 1)}{each}, {gb(need)} of {gb(free)} free needed on each"
         + ", the master in host memory" * in_host
         + (f"; {_named(left)} left over" if left else "")
     )
@@ -183,7 +184,3 @@ def _line(gpus: Sequence[Gpu], groups: Sequence[tuple[int, ...]], need: int, in_
 def _named(gpus: Sequence[Gpu]) -> str:
     numbers = ", ".join(str(gpu.index) for gpu in gpus)
     return f"GPU{'s' * (len(gpus) > 1)} {numbers}"
-
-
-def _gb(size: int) -> str:
-    return f"{size / 1e9:.1f} GB"

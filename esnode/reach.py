@@ -28,12 +28,12 @@ def unresolved(addresses: Sequence[str], patience: float) -> dict[str, str]:
     def look(address: str, _deadline: float) -> str:
         return _places(address)[1]
 
-    return _all_at_once(addresses, look, patience, _NO_NAME_SERVICE)
+    return _all_at_once(addresses, look, patience)
 
 
 def obstacles(addresses: Sequence[str], patience: float) -> dict[str, str]:
     """Reasons for those addresses where nobody begins to speak ZMTP within `patience` seconds."""
-    return _all_at_once(addresses, _knock, patience, _NO_NAME_SERVICE)
+    return _all_at_once(addresses, _knock, patience)
 
 
 def sentence(address: str, patience: float = EXPLAIN_SECONDS) -> str:
@@ -43,9 +43,9 @@ def sentence(address: str, patience: float = EXPLAIN_SECONDS) -> str:
 
 
 def _all_at_once(
-    addresses: Sequence[str], look: Callable[[str, float], str], patience: float, late: str
+    addresses: Sequence[str], look: Callable[[str, float], str], patience: float
 ) -> dict[str, str]:
-    """What `look(address, deadline)` says of each address, where it says anything; `late` if it hangs."""
+    """What `look(address, deadline)` says of each address, where it says anything; only names hang."""
     answers: dict[str, str] = {}
     deadline = time.monotonic() + patience
 
@@ -58,7 +58,7 @@ def _all_at_once(
         thread.start()
     for thread in threads:
         thread.join(max(0.0, deadline + 0.2 - time.monotonic()))
-    told = {address: answers.get(address, late) for address in addresses}
+    told = {address: answers.get(address, _NO_NAME_SERVICE) for address in addresses}
     return {address: reason for address, reason in told.items() if reason}
 
 

@@ -72,9 +72,8 @@ class Scorer:
     """
 
     def __init__(
-        self, spec: str, options: Mapping[str, Any], data: bytes, *, code: Path | None = None,
-        memory_bytes: int = MEMORY_BYTES,
-    ) -> None:  # fmt: skip
+        self, spec: str, options: Mapping[str, Any], data: bytes, *, code: Path | None = None
+    ) -> None:
         self.task = open_task(spec, options, data, code=code)
         self.seconds = float(options.get("time_limit", 5.0))
         self.failures: Counter[str] = Counter()  # answers given the floor, by reason
@@ -84,7 +83,7 @@ class Scorer:
             "data": data,
             "code": str(code) if code else "",
             "seconds": self.seconds,
-            "memory": memory_bytes,
+            "memory": MEMORY_BYTES,
         }
         self._child: _Child | None = None
         self._turn = threading.Lock()

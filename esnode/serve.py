@@ -19,7 +19,7 @@ from esnode.begin import Request
 from esnode.folder import RunFolder, write_file
 from esnode.tell import Tell
 from protocol import keys, ledger, plan
-from protocol.errors import UserError
+from protocol.errors import UserError, cut
 from protocol.lock import Lock
 from protocol.plan import Ops, Plan
 
@@ -200,5 +200,4 @@ def _ops(ops: Ops) -> dict[str, object]:
 
 
 def _shown(value: object) -> str:
-    text = str(value[0] if isinstance(value, tuple) and len(value) == 1 else value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return cut(str(value[0] if isinstance(value, tuple) and len(value) == 1 else value))

@@ -21,7 +21,7 @@ from torch import nn
 from esnode import manifest
 from esnode.gguf_conversion import quiet
 from protocol import seeds
-from protocol.errors import UserError
+from protocol.errors import UserError, first_line
 from protocol.lock import TensorSpec
 
 KEY = 8  # elements of a row that are compared first; the whole tensor is compared after
@@ -151,10 +151,9 @@ def _load(folder: Path, specs: Sequence[TensorSpec], probes: Probes, dtype: torc
                 raise
             return _from_state(type(sketch), sketch.config, state, dtype, "eager")
         except RuntimeError as error:
-            detail = (str(error).splitlines() or ["no reason given"])[0]
             raise SliceError(
-                f"transformers cannot load {folder}: {detail} Its config.json and its tensors do not "
-                f"belong together."
+                f"transformers cannot load {folder}: {first_line(error)} Its config.json and its tensors do "
+                "not belong together."
             ) from None
 
 

@@ -71,18 +71,14 @@ class _Part:
 class Worker:
     """Evaluates units of one run. Tasks that generate need a `scorer`, started here and closed by its owner.
 
-    `batch` bounds the prompts given to the engine at once (0: no bound) where the lock does not ask for
-    repeatable batches; with `repeatable` a batch is always one chunk.
+    A unit's prompts go to the engine at once, or chunk by chunk where the lock asks for repeatable batches.
     """
 
-    def __init__(
-        self, lock: Lock, engine: Engine, prepared: Prepared, scorer: Scorer | None = None, *, batch: int = 0
-    ) -> None:
+    def __init__(self, lock: Lock, engine: Engine, prepared: Prepared, scorer: Scorer | None = None) -> None:
         self._lock = lock
         self._engine = engine
         self._prepared = prepared
         self._scorer = scorer
-        self._batch = batch
         self._desk = ThreadPoolExecutor(1, "scoring")  # one: scores come in the order of the answers
         if scorer is not None:
             scorer.start()
@@ -175,9 +171,7 @@ class Worker:
     def _pieces(self, unit: Unit) -> Iterator[_Piece]:
         chunks = self.prompts_of(unit)
         if not self._lock.repeatable:
-            whole = [index for chunk in chunks for index in chunk]
-            size = self._batch or len(whole)
-            chunks = [tuple(whole[start : start + size]) for start in range(0, len(whole), size)]
+            chunks = [tuple(index for chunk in chunks for index in chunk)]
         for chunk in chunks:
             streams = (seeds.sample_stream(self._lock.run_id, unit.round, index, 0) for index in chunk)
             yield _Piece(chunk, tuple(streams))

@@ -1,7 +1,7 @@
 """The chain of a run's entries: what each means after the ones before it, checked before it enters.
 
-Lives here: `Chain` with every rule of docs/ledger-format.md, and `step_of`, a commit as the kernels want it.
-No files: `ledger.py` reads and writes those.
+Lives here: `Chain`, with every rule of docs/ledger-format.md, and `check_fork`. No files: `ledger.py` reads
+and writes those. Called by whoever keeps a ledger: the cores of coordinator and node, and `ledger.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from protocol.entries import (
 )
 from protocol.errors import UserError
 from protocol.fields import ALPHA, EXACT_SIGMA, LARGEST_ALPHA
-from protocol.lock import MAX_MEMBERS, Lock, LockError, lock_from_bytes
+from protocol.lock import Lock, LockError, lock_from_bytes
+from protocol.shaping import MAX_MEMBERS
 
 
 class BrokenChain(UserError):

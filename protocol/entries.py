@@ -35,7 +35,8 @@ from protocol.bodies import (
     RosterBody,
     ScoreBody,
 )
-from protocol.errors import UserError
+from protocol.errors import UserError, cut
+from protocol.shaping import MAX_MEMBERS
 
 __all__ = [
     "COMPLETE",
@@ -94,7 +95,7 @@ _Reason = Annotated[str, msgspec.Meta(max_length=MAX_REASON)]
 _Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
 
 _Roots = Annotated[bytes, msgspec.Meta(max_length=HASH)]
-_Rows = Annotated[bytes, msgspec.Meta(max_length=4096 * _ROW.size)]
+_Rows = Annotated[bytes, msgspec.Meta(max_length=MAX_MEMBERS * _ROW.size)]
 _LAYOUT: dict[EntryKind, Any] = {
     EntryKind.LOCK: tuple[_U16, _Hash, _U32, _Nonce, _U32, _U64, bytes],
     EntryKind.COMMIT: tuple[
@@ -124,8 +125,7 @@ _KIND_OF: dict[type[Body], EntryKind] = {
 
 def short(words: str, longest: int = MAX_REASON) -> str:
     """Words for people, cut to a length, with what UTF-8 cannot carry replaced."""
-    clean = words.encode("utf-8", "replace").decode("utf-8")
-    return clean if len(clean) <= longest else clean[: longest - 3] + "..."
+    return cut(words.encode("utf-8", "replace").decode("utf-8"), longest)
 
 
 def _payload(body: Body) -> list[Any]:
@@ -257,17 +257,8 @@ def parse(raw: bytes) -> Entry:
         raise MalformedEntry(f"unknown entry kind {kind}: written by a newer version, or no entry at all")
     fields = _fields(EntryKind(kind), body)
     _, parent, term, nonce, round, digest = fields[:6]
-    return Entry(
-        EntryKind(kind),
-        parent,
-        term,
-        nonce,
-        round,
-        digest,
-        _body(EntryKind(kind), fields[6:]),
-        raw,
-        hash_of(body),
-    )
+    said, name = _body(EntryKind(kind), fields[6:]), raw[-HASH - SIGNATURE : -SIGNATURE]
+    return Entry(EntryKind(kind), parent, term, nonce, round, digest, said, raw, name)
 
 
 def signed_by(entry: Entry, keys: Sequence[bytes]) -> bytes | None:

@@ -52,7 +52,7 @@ def encode(invite: Invite) -> str:
         check_address(address)
     fixed = _FIXED.pack(invite.server_key, invite.run, invite.secret, invite.expires)
     body = fixed + " ".join(address.removeprefix("tcp://") for address in addresses).encode()
-    text = f"esnode{VERSION}-{_letters(body + _checksum(VERSION, body))}"
+    text = f"esnode{VERSION}-{_letters(body + _checksum(body))}"
     if len(text) > MAX_TEXT:
         raise InviteError(f"the addresses are too long for an invite ({len(text)} characters); name fewer")
     return text
@@ -105,7 +105,7 @@ def _body(letters: str) -> bytes:
     except ValueError as error:
         raise InviteError(f"the invite is damaged: a letter is missing or wrong. {_AGAIN}.") from error
     body, check = raw[:-_CHECK], raw[-_CHECK:]
-    if len(body) <= _FIXED.size or _checksum(VERSION, body) != check or _letters(raw) != letters:
+    if len(body) <= _FIXED.size or _checksum(body) != check or _letters(raw) != letters:
         raise InviteError(f"the invite is damaged: its checksum does not fit. {_AGAIN}.")
     return body
 
@@ -114,5 +114,5 @@ def _letters(raw: bytes) -> str:
     return base64.b32encode(raw).decode().rstrip("=").lower()
 
 
-def _checksum(version: int, body: bytes) -> bytes:
-    return hashlib.blake2b(body, digest_size=_CHECK, person=b"esnode%06d" % version).digest()
+def _checksum(body: bytes) -> bytes:
+    return hashlib.blake2b(body, digest_size=_CHECK, person=b"esnode%06d" % VERSION).digest()

@@ -16,7 +16,7 @@ from enum import IntEnum
 from functools import cached_property
 from typing import Any
 
-from protocol.errors import UserError
+from protocol.errors import UserError, cut
 from protocol.fields import (
     ALPHA,
     DATE,
@@ -33,9 +33,9 @@ from protocol.fields import (
     text,
     whole,
 )
+from protocol.shaping import MAX_MEMBERS
 
 LAW = 1
-MAX_MEMBERS = 4096
 LARGEST_REWARD = 1e30  # sums of squares over a population stay finite
 MAX_LOCK_BYTES = 8 * 1024 * 1024 - 4096  # a lock is one ledger entry
 
@@ -328,7 +328,7 @@ def _shown(value: Any) -> str:
         shown = json.dumps(value, ensure_ascii=True)
     except (TypeError, ValueError):
         shown = repr(value)
-    return shown if len(shown) <= 60 else shown[:57] + "..."
+    return cut(shown)
 
 
 def check(lock: Lock) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-LAW = 1
 MAX_INDEX = 1 << 62
 LARGEST_M = 44401
 TAG_EPS = 0

@@ -13,10 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from protocol.errors import UserError
+from protocol.errors import UserError, cut
 from protocol.fields import TABLE, bf16
 from protocol.lock import (
-    MAX_MEMBERS,
     Lock,
     LockError,
     Parent,
@@ -25,6 +24,7 @@ from protocol.lock import (
     resolve_slice,
 )
 from protocol.plan_fields import ALPHAS, FIELDS, MEMBERS, OPTIONS, SCHEDULES, TABLES, PlanField
+from protocol.shaping import MAX_MEMBERS
 
 __all__ = [
     "FIELDS",
@@ -194,8 +194,7 @@ def _shown(value: Any) -> str:
         shown = render_value(value)
     except (TypeError, ValueError):
         shown = str(value)
-    shown = shown.replace("\n", " ")
-    return shown if len(shown) <= 60 else shown[:57] + "..."
+    return cut(shown.replace("\n", " "))
 
 
 def _check(plan: Plan) -> None:

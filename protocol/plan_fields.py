@@ -23,7 +23,8 @@ from protocol.fields import (
     text,
     whole,
 )
-from protocol.lock import LARGEST_REWARD, MAX_MEMBERS
+from protocol.lock import LARGEST_REWARD
+from protocol.shaping import MAX_MEMBERS
 
 # The one free table. Not [run.task]: `task` is a key of [run], and TOML has no room for both.
 OPTIONS = "run.options"

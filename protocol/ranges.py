@@ -17,7 +17,6 @@ from typing import Annotated, Any, NamedTuple, get_args, get_origin
 import msgspec
 
 from protocol.entries import HASH, MAX_NAME, MAX_REASON
-from protocol.lock import MAX_MEMBERS
 from protocol.messages import (
     BLOB_PART,
     LONGEST_FRAME,
@@ -32,6 +31,7 @@ from protocol.messages import (
     Welcome,
 )
 from protocol.peers import GRANT, MOST_ADDRESSES, MOST_DONORS, MOST_NEIGHBOURS, PartAsk, Snapshots
+from protocol.shaping import MAX_MEMBERS
 from protocol.terms import PROOF
 
 MAX_ENTRIES = 1024  # entries in one Fetch or Entries

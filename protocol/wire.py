@@ -191,12 +191,12 @@ def kind_of(frame: bytes) -> str:
     return _NAMES[frame[1]]
 
 
-def decode_all(frame: bytes, sender: str) -> list[AnyMessage]:
-    """The message of a frame, or those of its Bundle; MalformedMessage when one of them is."""
-    message = decode(frame, sender)
+def decode_all(frame: bytes) -> list[AnyMessage]:
+    """The message of a coordinator's frame, or those of its Bundle; MalformedMessage when one of them is."""
+    message = decode(frame, "coordinator")
     if not isinstance(message, Bundle):
         return [message]
-    found = [decode(inner, sender) for inner in message.frames]
+    found = [decode(inner, "coordinator") for inner in message.frames]
     if any(isinstance(inner, Bundle) for inner in found):
         raise MalformedMessage("a Bundle in a Bundle")
     return found

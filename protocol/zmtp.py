@@ -18,9 +18,8 @@ RECONNECT_MAX_MS = 2_000
 HEARTBEAT_MS = 5_000  # the node pings, the coordinator answers; TTL makes both sides notice a dead peer
 HEARTBEAT_TIMEOUT_MS = 10_000
 ZAP_DOMAIN = b"esnode"
-PLAIN_PREFIX = (
-    b"K"  # of a routing id that carries a key when nothing is encrypted; it may not start with zero
-)
+# Of a routing id that carries a key when nothing is encrypted; it may not start with zero.
+PLAIN_PREFIX = b"K"
 
 _HOST = r"[A-Za-z0-9._*-]+|\[[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?\]|[0-9A-Fa-f:.]+"  # what libzmq takes
 _SHORT_FRAME, _LONG_FRAME, _SHORT_LIMIT = 2, 9, 255

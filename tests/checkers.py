@@ -90,6 +90,13 @@ class Checkers:
         return self.tree.chain()
 
     @property
+    def commits(self) -> list[CommitBody]:
+        """Of the chain, in order; a test that looks at each of them means at least one."""
+        found = [entry.body for entry in self.chain if isinstance(entry.body, CommitBody)]
+        assert found, "no round was closed"
+        return found
+
+    @property
     def ended(self) -> bool:
         head = self.tree.head
         if self.histories.cloned:  # of two copies the one that is kept may be of a lower term

@@ -90,6 +90,7 @@ def test_a_restarted_node_that_has_lost_its_evidence_is_no_liar() -> None:
     pool.rounds(1)
     desk = pool.desk
     chain = desk.state.chain
+    assert any(key_of("a") in (c.first.key, c.auditor) for c in desk.state.audits.cases)
     pool.kept.clear()
     desk.say("a", hello(desk.lock, height=chain.height, tip=chain.tip, digest=0))
     assert all(key_of("a") not in (c.first.key, c.auditor) for c in desk.state.audits.cases)

@@ -11,7 +11,6 @@ from msgspec.structs import replace
 
 import coordinator.events as ce
 from coordinator import donors, machine, outputs, succession
-from coordinator.peers import Peer
 from esnode import transfer
 from protocol import wire, zmtp
 from protocol.chain import Chain
@@ -209,7 +208,6 @@ def test_one_donor_cannot_say_how_large_a_snapshot_is(monkeypatch: pytest.Monkey
     root = b"\1" * 32
     _kept(desk, a=(root, 900), b=(root, 900), c=(root, 2**60))
     monkeypatch.setattr(Chain, "announces", lambda *_: True)
-    assert all(isinstance(peer, Peer) for peer in desk.state.peers.values())
     assert donors.choose(desk.state, key_of("d"), 0).size == 900
 
 

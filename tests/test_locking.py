@@ -60,15 +60,6 @@ def test_the_same_plan_gives_the_same_run(model: Path, locked: tuple[Lock, bytes
     assert other.run_id != again.run_id
 
 
-def test_given_data_is_taken_as_it_is(model: Path, locked: tuple[Lock, bytes]) -> None:
-    lines = locked[1].splitlines(keepends=True)
-    fewer = b"".join([*lines[:17], *lines[-16:]])
-    lock, data, _ = locking.resolve(planned(model, per_round=0), trusted=KEYS, data=fewer)
-    assert data == fewer and lock.train_prompts == 16 and lock.per_round == 16
-    with pytest.raises(LockingError, match="was made for 'conciseness'"):
-        locking.resolve(planned(model, task="countdown"), trusted=KEYS, data=fewer)
-
-
 def test_a_fork_starts_from_its_parents_state(model: Path) -> None:
     parent = Parent("11" * 32, 7, "22" * 32, 12345)
     lock, _, _ = locking.resolve(planned(model), trusted=KEYS, parent=parent)

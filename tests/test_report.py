@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,96 +16,36 @@ from esnode.board import Board, crc32c, record, scalars
 from esnode.folder import RunFolder
 from esnode.history import Costs, LedgerTail, Tail
 from esnode.progress import Snapshot
-from protocol import keys, ledger
-from protocol.entries import (
-    Admission,
-    Body,
-    CommitBody,
-    EndBody,
-    Entry,
-    LockBody,
-    MemberReward,
-    RosterBody,
-    ScoreBody,
-    public_key,
-    seal,
-)
-from protocol.lock import Lock, TensorSpec
+from protocol import keys
+from protocol.entries import EndBody, MemberReward, ScoreBody
+from tests.ledgers import KEY, Writer, small_lock
 
-KEY = bytes(range(32))
 MEMBERS = 4
 
 
-def make_lock(**changes: Any) -> Lock:
-    fields: dict[str, Any] = {
-        "model": "tiny",
-        "base": "00" * 32,
-        "digest": 7,
-        "manifest": (TensorSpec("w", (4,), "float32", True),),
-        "task": "likelihood:pairs.jsonl",
-        "data": "11" * 32,
-        "scorer": "22" * 32,
-        "train_prompts": 4,
-        "heldout_prompts": 4,
-        "train_tokens": "33" * 32,
-        "heldout_tokens": "44" * 32,
-        "reward_low": -20.0,
-        "reward_high": 0.0,
-        "members": MEMBERS,
-        "mirrored": False,
-        "sigma": (0.001953125,),
-        "alpha": (0.01,),
-        "per_round": 4,
-        "chunk": 1,
-        "max_new_tokens": 4,
-        "trusted": (public_key(KEY).hex(),),
-    }
-    return Lock(**{**fields, **changes})
+class Scribe(Writer):
+    """A ledger of a likelihood task whose rewards and scores are given as plain numbers."""
 
-
-@dataclass
-class Scribe:
-    """Signs entries one after the other."""
-
-    lock: Lock
-
-    def __post_init__(self) -> None:
-        self.chain = ledger.Chain()
-        self.write(LockBody(self.lock.to_bytes()))
-        self.write(RosterBody((Admission(0, bytes(32), "node-1"),)))
-
-    def write(self, body: Body) -> Entry:
-        stated = self.chain.digest if self.chain.height else self.lock.digest
-        entry = seal(
-            body,
-            parent=self.chain.tip,
-            term=1,
-            nonce=bytes(8),
-            round=self.chain.round,
-            digest=1000 + self.chain.round if stated is None else stated,
-            key=KEY,
-        )
-        return self.chain.append(entry)
+    def __init__(self) -> None:
+        fields = {"reward_low": -20.0, "reward_high": 0.0, "train_prompts": 4, "heldout_prompts": 4}
+        super().__init__(small_lock(task="likelihood:pairs.jsonl", per_round=4, chunk=1, **fields))
+        self.start()
 
     def round(self, rewards: list[float]) -> None:
-        rows = tuple(MemberReward(k, reward, 0) for k, reward in enumerate(rewards))
-        self.write(CommitBody(0.01, 0.001953125, rows))
+        self.add(self.commit(members=tuple(MemberReward(k, reward, 1) for k, reward in enumerate(rewards))))
 
-    def score(self, value: float, correct: int) -> None:
-        self.write(ScoreBody(self.chain.round, 4, value, correct, (4 * value,)))
-
-    def bytes(self) -> bytes:
-        return ledger.MAGIC + b"".join(entry.raw for entry in self.chain.entries)
+    def scored(self, value: float, correct: int) -> None:
+        self.add(ScoreBody(self.chain.round, 4, value, correct, (4 * value,)))
 
 
 @pytest.fixture
 def scribe() -> Scribe:
-    made = Scribe(make_lock())
-    made.score(-7.5, 0)
+    made = Scribe()
+    made.scored(-7.5, 0)
     for number in range(6):
         made.round([-7.0 + number + 0.25 * k for k in range(MEMBERS)])
-    made.score(-1.5, 3)
-    made.write(EndBody("all rounds are done"))
+    made.scored(-1.5, 3)
+    made.add(EndBody("all rounds are done"))
     return made
 
 
@@ -146,7 +86,7 @@ def test_a_growing_ledger_is_followed_entry_by_entry(scribe: Scribe, tmp_path: P
     path = tmp_path / "run.ledger"
     tail = LedgerTail(path, scribe.lock)
     assert tail.refresh().rounds == ()
-    data = scribe.bytes()
+    data = scribe.data
     for cut in range(0, len(data) + 1, 37):
         path.write_bytes(data[:cut])
         tail.refresh()
@@ -191,7 +131,7 @@ def test_the_picture_is_a_png_and_replaces_the_old_one(scribe: Scribe, tmp_path:
 
 
 def test_a_run_without_rounds_can_be_drawn_too(tmp_path: Path) -> None:
-    empty = history.of_chain(Scribe(make_lock()).chain)
+    empty = history.of_chain(Scribe().chain)
     report.picture(empty, tmp_path / "reward.png")
     assert "nothing to plot" in report.sketch(empty).plain
     assert text_of(report.rounds_table(empty))
@@ -269,7 +209,7 @@ def test_the_view_shows_what_a_watcher_wants_to_know(scribe: Scribe) -> None:
 
 
 def test_the_view_of_a_run_that_has_not_begun() -> None:
-    empty = history.of_chain(Scribe(make_lock()).chain)
+    empty = history.of_chain(Scribe().chain)
     shown = text_of(progress.view(Snapshot(empty, Costs(), {}, 10, 0.0)))
     assert "first round is being measured" in shown and "does not answer yet" in shown
     over = Snapshot(replace(empty, ended=True), Costs(), {}, 10, 0.0)

@@ -5,15 +5,11 @@ from __future__ import annotations
 import pytest
 
 from coordinator.events import EntryAppended, ResultAccepted
-from protocol.entries import CommitBody, EntryKind, ScoreBody, parse
+from protocol.entries import EntryKind, ScoreBody, parse
 from protocol.messages import Ack, Applied, Assign, Bye, Commit, Entries, Hello, Result, Welcome
 from tests.actors import CrashPoint
 from tests.network import LOST
 from tests.world import World
-
-
-def commits(world: World) -> list[CommitBody]:
-    return [entry.body for entry in world.checkers.chain if isinstance(entry.body, CommitBody)]
 
 
 def tips(world: World) -> set[bytes]:
@@ -31,7 +27,9 @@ def test_a_quiet_run() -> None:
     scores = [e.body for e in world.checkers.chain if isinstance(e.body, ScoreBody)]
     assert [body.state_round for body in scores] == [0, 2, 4]
     assert len(tips(world)) == 1
-    assert {m.evaluator for body in commits(world) for m in body.members} == {0, 1, 2}, "all of them worked"
+    assert {m.evaluator for body in world.checkers.commits for m in body.members} == {0, 1, 2}, (
+        "all of them worked"
+    )
 
 
 def test_the_weights_do_not_depend_on_the_pool() -> None:
@@ -48,7 +46,7 @@ def test_a_late_result_is_counted_and_never_used() -> None:
     world.network.hold("node-1", Result, seconds=4.0)
     world.run()
     assert world.status()["counters"]["late"] >= 1
-    assert any(reason.startswith("left out") for body in commits(world) for _, reason in body.voids)
+    assert any(reason.startswith("left out") for body in world.checkers.commits for _, reason in body.voids)
 
 
 def test_a_result_that_arrives_twice_counts_once() -> None:
@@ -141,14 +139,14 @@ def test_all_nodes_gone_then_back() -> None:
     status = world.status()
     assert status["state"] == "paused" and "lost (silent for" in status["reason"]
     world.run()
-    assert len(commits(world)) == 3
+    assert len(world.checkers.commits) == 3
 
 
 def test_a_member_nobody_can_evaluate_is_void_and_named() -> None:
     world = World(seed=9, nodes=3, rounds=2, members=6)
     world.poison(2)
     world.run()
-    for body in commits(world):
+    for body in world.checkers.commits:
         assert [index for index, _ in body.voids] == [2] and len(body.members) == 5
         assert body.voids[0][1].endswith("nodes: out of memory")
 
@@ -157,14 +155,14 @@ def test_a_member_one_node_cannot_evaluate_is_not_void() -> None:
     world = World(seed=10, nodes=2, rounds=2, members=6)
     world.poison(2, "node-0")
     world.run()
-    assert all(not body.voids for body in commits(world))
+    assert all(not body.voids for body in world.checkers.commits)
 
 
 def test_a_mirrored_pair_is_void_whole() -> None:
     world = World(seed=11, nodes=2, rounds=2, members=6, mirrored=True)
     world.poison(3)
     world.run()
-    for body in commits(world):
+    for body in world.checkers.commits:
         assert [index for index, _ in body.voids] == [2, 3]
         assert [member.index for member in body.members] == [0, 1, 4, 5]
 
@@ -209,7 +207,7 @@ def test_a_late_joiner_replays_and_works() -> None:
     world = World(seed=17, nodes=3, rounds=6)
     world.crash("node-2", at=0.01, down=10.0)
     world.run()
-    last = commits(world)[-1]
+    last = world.checkers.commits[-1]
     assert {member.evaluator for member in last.members} >= {2}
 
 
@@ -220,7 +218,7 @@ def test_nobody_works_ahead_of_a_stop_and_a_restart_goes_on() -> None:
     world.run(until=3.9)
     assert [actor.stopped is not None and actor.stopped[1] for actor in world.actors] == [0, 0, 0]
     world.run()
-    assert len(commits(world)) == 3
+    assert len(world.checkers.commits) == 3
 
 
 def test_a_node_that_hears_no_commit_at_all_fetches_everything_the_end_included() -> None:

@@ -284,11 +284,11 @@ def test_small_messages_share_a_frame() -> None:
     assert list(wire.bundles([ack, large, ack, ack])) == [[ack], [large], [ack, ack]]
     assert [len(group) for group in wire.bundles([ack] * 130)] == [64, 64, 2] and not [*wire.bundles([])]
     both = encode(Bundle((ack, encode(Rehello()))))
-    assert wire.decode_all(both, "coordinator") == [Ack(UNIT, "ok"), Rehello()]
-    assert wire.decode_all(ack, "coordinator") == [Ack(UNIT, "ok")]
+    assert wire.decode_all(both) == [Ack(UNIT, "ok"), Rehello()]
+    assert wire.decode_all(ack) == [Ack(UNIT, "ok")]
     for inner in (both, encode(Release("a node's word")), b"\x91\x09", b""):
         with pytest.raises(MalformedMessage):
-            wire.decode_all(encode(Bundle((ack, inner))), "coordinator")
+            wire.decode_all(encode(Bundle((ack, inner))))
 
 
 def test_limits_fit_the_largest_legal_messages() -> None:

@@ -124,14 +124,10 @@ def serve(
 
     from esnode import progress
     from esnode import serve as serving
-    from protocol import zmtp
 
-    for option, address in (("--bind", bind), ("--relay", relay)):  # before the model is read for minutes
-        try:
-            if address not in (None, "off"):
-                zmtp.host_and_port(address)
-        except ValueError as error:
-            raise click.UsageError(f"{option}: {error}", click.get_current_context()) from None
+    _require_address("--bind", bind)  # before the model is read for minutes
+    if relay is not None and relay != "off":
+        _require_address("--relay", relay)
     order = serving.Order(
         data=data,
         source=plan,
@@ -146,12 +142,25 @@ def serve(
         order = serving.recover(place, order, tell)
         serving.settle(place, order, tell)
     first = not (place.coordinator / "journal.sqlite").exists()
-    words = ["--bind", bind, "--invites", str(int(first and not plain) if invites is None else invites)]
-    words += ["--metrics", metrics] if metrics else []
-    words += ["--relay", relay] if relay else []
-    words += ["--relay-mbit", str(relay_mbit)] if relay_mbit else []
-    words += ["--recover-from", str(order.survivor)] if order.survivor else []
-    words += ["--force"] if force else []
-    for address in advertise:
-        words += ["--advertise", address]
-    serving.become(place, descriptor, [*words, *(["--plain"] if plain else [])])
+    words = options.typed(
+        {
+            "bind": bind,
+            "invites": int(first and not plain) if invites is None else invites,
+            "metrics": metrics,
+            "relay": relay,
+            "relay_mbit": relay_mbit,
+            "recover_from": order.survivor,
+        }
+    )
+    words += [word for address in advertise for word in ("--advertise", address)]
+    words += [flag for flag, given in (("--force", force), ("--plain", plain)) if given]
+    serving.become(place, descriptor, words)
+
+
+def _require_address(option: str, address: str) -> None:
+    from protocol import zmtp
+
+    try:
+        zmtp.host_and_port(address)
+    except ValueError as error:
+        raise click.UsageError(f"{option}: {error}", click.get_current_context()) from None

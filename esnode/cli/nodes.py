@@ -60,11 +60,7 @@ def invite(folder: Path, expires: int, uses: int, as_json: bool) -> None:
       esnode invite runs/mine
       ssh gpu-7 esnode join $(esnode invite runs/mine --expires 10m)
     """
-    from esnode import admin
-    from esnode import folder as folders
-
-    folders.open_run(folder)
-    made = admin.order(folder, "invite", seconds=expires, uses=uses)
+    made = _order(folder, "invite", seconds=expires, uses=uses)
     if as_json:
         click.echo(json.dumps(made))
         return
@@ -101,11 +97,7 @@ def list_(folder: Path, as_json: bool) -> None:
     """
     from rich.console import Console
 
-    from esnode import admin
-    from esnode import folder as folders
-
-    folders.open_run(folder)
-    found = admin.order(folder, "nodes")
+    found = _order(folder, "nodes")
     if as_json:
         click.echo(json.dumps(found, indent=1))
     else:
@@ -126,11 +118,7 @@ def allow(folder: Path, key: str, name: str) -> None:
     Example:
       esnode nodes allow runs/mine 4f1c... --name gpu-7
     """
-    from esnode import admin
-    from esnode import folder as folders
-
-    folders.open_run(folder)
-    done = admin.order(folder, "allow", key=key, name=name)
+    done = _order(folder, "allow", key=key, name=name)
     click.echo(f"{done['name']} may join, with key {done['key'][:16]}...")
 
 
@@ -153,12 +141,17 @@ def revoke(folder: Path, node: str, reason: str) -> None:
     Example:
       esnode nodes revoke runs/mine gpu-7 --reason "sold"
     """
+    done = _order(folder, "revoke", who=node, reason=reason or f"by the operator of {platform.node()}")
+    click.echo(f"{done['name']} is revoked: {done['reason']}")
+
+
+def _order(folder: Path, op: str, **fields: Any) -> dict[str, Any]:
+    """What the coordinator of the run in `folder` answers; FolderError when there is no run."""
     from esnode import admin
     from esnode import folder as folders
 
     folders.open_run(folder)
-    done = admin.order(folder, "revoke", who=node, reason=reason or f"by the operator of {platform.node()}")
-    click.echo(f"{done['name']} is revoked: {done['reason']}")
+    return admin.order(folder, op, **fields)
 
 
 def _listing(found: Mapping[str, Any]) -> Any:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 WATCH_SECONDS = 1.0
 
@@ -41,13 +45,11 @@ def status(folder: Path | None, as_json: bool, watch: bool) -> None:
         console.print(standing.words(standing.of(place)))
 
 
-def _watch(place: Path, as_json: bool, console: object) -> None:
-    from rich.console import Console
+def _watch(place: Path, as_json: bool, console: Console) -> None:
     from rich.live import Live
 
     from esnode import standing
 
-    assert isinstance(console, Console)
     try:
         if as_json:
             while True:

@@ -17,7 +17,7 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from esnode.memory import MemoryShort
-from protocol.errors import UserError
+from protocol.errors import UserError, cut, first_line
 
 Given, Result = ParamSpec("Given"), TypeVar("Result")
 # How allocators that have no exception of their own say it: torch on CPUs, CUDA's libraries, C++.
@@ -63,7 +63,7 @@ class Room:
         except (RuntimeError, MemoryError) as error:
             if not is_shortage(error):
                 raise
-            words = _first_line(error)
+            words = _shown(error)
         # Only here, when the error and with it the frames that hold the batch are gone, memory is free again.
         free()
         if rows <= 1:
@@ -103,7 +103,7 @@ def loading(load: Callable[Given, Result]) -> Callable[Given, Result]:
         except (RuntimeError, MemoryError) as error:
             if not is_shortage(error):
                 raise
-            words = _first_line(error)
+            words = _shown(error)
         raise MemoryShort(
             f"memory ran out while the model was loaded ({words}): something else may be using it. Free "
             'some, use a smaller model or master = "bfloat16", or train fewer tensors ([run.train])'
@@ -119,6 +119,5 @@ def free() -> None:
         torch.cuda.empty_cache()
 
 
-def _first_line(error: BaseException) -> str:
-    words = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return words if len(words) <= WORDS_SHOWN else words[: WORDS_SHOWN - 3] + "..."
+def _shown(error: BaseException) -> str:
+    return cut(first_line(error), WORDS_SHOWN)

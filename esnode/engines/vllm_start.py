@@ -22,7 +22,7 @@ from torch import nn
 
 from esnode.engines.shortage import is_shortage
 from esnode.engines.wish import DEFAULT, Wish
-from protocol.errors import UserError
+from protocol.errors import UserError, first_line
 from protocol.lock import Lock
 
 if TYPE_CHECKING:
@@ -113,8 +113,7 @@ def _started(lock: Lock, folder: Path, kind: str, threads: int | None, ranks: in
         with _hidden("llvmlite.binding.ffi"), _environment(kind, threads, ranks):
             return LLMEngine.from_engine_args(EngineArgs(**settings))
     except ValueError as error:
-        detail = (str(error).splitlines() or ["no reason given"])[0]
-        raise VllmUnavailable(f"vLLM cannot run the model in {folder}: {detail}") from None
+        raise VllmUnavailable(f"vLLM cannot run the model in {folder}: {first_line(error)}") from None
     except Exception as error:  # of a rank's process vLLM says no more than that it failed
         if ranks == 1 or is_shortage(error):
             raise
@@ -162,9 +161,8 @@ def first_answers(folder: Path) -> Iterator[None]:
     except RuntimeError as error:
         if is_shortage(error):
             raise
-        detail = (str(error).splitlines() or ["no reason given"])[0]
         raise VllmUnavailable(
-            f"vLLM cannot compute the model in {folder} here: {detail}. Use --engine transformers"
+            f"vLLM cannot compute the model in {folder} here: {first_line(error)}. Use --engine transformers"
         ) from error
 
 

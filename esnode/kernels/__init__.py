@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from esnode.kernels.interface import Kernels, Region, Slice
 from esnode.kernels.selftest import SelftestFailed, SelftestReport, selftest
-from protocol.errors import UserError
+from protocol.errors import UserError, first_line
 
 __all__ = [
     "KernelUnavailable",
@@ -119,11 +119,11 @@ def pick(device: str, name: str | None = None, threads: int | None = None) -> Ke
         except SelftestFailed as error:
             if choice != "compiled":
                 raise
-            reason = str(error).splitlines()[0]
+            reason = first_line(error)
         except UserError:
             raise
         except Exception as error:  # whatever a compiler, its assembler or its cache may raise
-            reason = f"{type(error).__name__}: {(str(error).splitlines() or ['no reason given'])[0]}"
+            reason = f"{type(error).__name__}: {first_line(error)}"
         following = names[names.index(choice) + 1]
         log.warning("kernel %r cannot be used on %s (%s); trying %r", choice, device, reason, following)
     return _tested(names[-1], device, threads)
@@ -131,13 +131,12 @@ def pick(device: str, name: str | None = None, threads: int | None = None) -> Ke
 
 def _tested(name: str, device: str, threads: int | None) -> Kernels:
     kernels = create(name, device, threads)
-    if (name, device) not in _passed:
-        _passed[name, device] = selftest(kernels, device)
+    selftest_digest(kernels, device)
     return kernels
 
 
 def selftest_digest(kernels: Kernels, device: str = "cpu") -> bytes:
-    """8 bytes over the self-test's outputs, for Hello; runs the test if `pick` has not."""
+    """8 bytes over the self-test's outputs, for Hello; runs the test unless this process has."""
     if (kernels.name, device) not in _passed:
         _passed[kernels.name, device] = selftest(kernels, device)
     return _passed[kernels.name, device].digest
