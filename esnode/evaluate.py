@@ -41,9 +41,9 @@ class EvaluateError(UserError):
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What is measured. `samples` answers per prompt are drawn besides the greedy one; 0 leaves it at that.
-
-    `max_new_tokens` 0 means the task's own limit; `seed` chooses the random streams.
+    """What is measured. `samples` answers per prompt are drawn besides the greedy one, at `temperature` and
+    `top_p`; 0 leaves it at that. `max_new_tokens` 0 means the task's own limit; `seed` chooses the random
+    streams.
     """
 
     split: str = "heldout"
@@ -82,19 +82,19 @@ class PromptResult:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The result. `pass_at[k]` is unbiased; `mean_correct` is mean@n, the mean share of right samples."""
+    """The result. Estimates are over prompts, with 95% intervals (`esnode.estimates`)."""
 
     model: str
     task: str
-    round: int | None
+    round: int | None  # of a ledger
     settings: Settings
     prompts: int
-    mode: str
+    mode: str  # the task's: "generate" or "likelihood"
     greedy_reward: Estimate
     greedy_correct: Estimate
-    mean_reward: Estimate | None
-    mean_correct: Estimate | None
-    pass_at: Mapping[int, Estimate]
+    mean_reward: Estimate | None  # of the samples; None where nothing was sampled
+    mean_correct: Estimate | None  # mean@n: the mean share of right samples
+    pass_at: Mapping[int, Estimate]  # by k = 1, 2, 4, ... samples; unbiased (Chen et al. 2021)
     floored: Mapping[str, int]  # answers that got the floor because scoring failed, by reason
     tokens: int
     seconds: float
@@ -207,27 +207,18 @@ def _played(
     sampled = Sampling(limit, prepared.stop_ids, settings.temperature, settings.top_p)
     done = 0
 
+    def answered(rows: Sequence[tuple[int, int]], sampling: Sampling) -> list[Episode]:
+        streams = [seeds.sample_stream(key, 0, index, sample) for index, sample in rows]
+        indices = [index for index, _ in rows]
+        call = partial(episodes.play, engine, prepared, scorer, settings.split, indices, streams, sampling)
+        return patiently(lambda: call(Spent()))
+
     def play(rows: Sequence[tuple[int, int]], sampling: Sampling) -> list[Episode]:
         nonlocal done
         measured: list[Episode] = []
         for start in range(0, len(rows), ROWS):
-            part = rows[start : start + ROWS]
-            streams = [seeds.sample_stream(key, 0, index, sample) for index, sample in part]
-            indices = [index for index, _ in part]
-            measured += patiently(
-                partial(
-                    episodes.play,
-                    engine,
-                    prepared,
-                    scorer,
-                    settings.split,
-                    indices,
-                    streams,
-                    sampling,
-                    Spent(),
-                )
-            )
-            done += len(part)
+            measured += answered(rows[start : start + ROWS], sampling)
+            done += len(rows[start : start + ROWS])
             tell("answering", done, prompts * (1 + samples))
         return measured
 
@@ -262,7 +253,7 @@ def _pass_at(results: Sequence[PromptResult], k: int) -> Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is evaluated, ready to run."""
+    """What is evaluated, ready to run: `measure` it, then `close` it."""
 
     engine: Engine
     prepared: Prepared
@@ -271,7 +262,7 @@ class Subject:
     round: int | None
 
     def measure(self, settings: Settings | None = None, tell: Tell = silent) -> Report:
-        """`run` on this subject."""
+        """`run` on this subject: greedy answers to the held-out prompts, unless `settings` say otherwise."""
         return run(
             self.engine, self.prepared, self.scorer, settings, model=self.model, round=self.round, tell=tell
         )
@@ -300,7 +291,11 @@ def open_model(
     code: Path | None = None,
     tell: Tell = silent,
 ) -> Subject:
-    """A model (demo, folder, GGUF file, hub id) and a task with its options, ready to run."""
+    """A model (demo, folder, GGUF file, hub id) and a task with its options, ready to run.
+
+    `live_dtype`: what it runs in, "bfloat16", "float16" or "float32"; `code`: the folder of `python:` tasks.
+    Raises ModelError, TaskError and what loading a model may raise, all of them UserError.
+    """
     from esnode.engines import transformers_engine
 
     written = plan.parse(template(task, name))
@@ -327,6 +322,7 @@ def open_ledger(
     """The weights of any round of a ledger, and a task; left out, the task the run was trained on.
 
     The run's own task keeps the run's options and date, so that a greedy score is the run's held-out score.
+    Arguments and errors as of `rebuild.at`; `options` and `code` are the task's.
     """
     from esnode import rebuild
 

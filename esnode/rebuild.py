@@ -51,6 +51,7 @@ class Ledger:
 
     @property
     def lock(self) -> Lock:
+        """What the run's replicas agree on: model, task, manifest, ES settings."""
         return self.chain.lock
 
     @property
@@ -60,7 +61,7 @@ class Ledger:
 
     @property
     def state(self) -> str:
-        """ "whole, ended after 20 rounds", "unfinished at round 7" or where it is damaged."""
+        """In words: "whole, ended after 20 rounds", "unfinished at round 7", or where it is damaged."""
         return str(ledger_file.Reading(self.chain, self.ended, self.damage))
 
     @property
@@ -72,10 +73,20 @@ class Ledger:
 class Weights(Protocol):
     """The master weights of a run: a bare `state.State`, or an engine, which has a model to run them."""
 
-    def apply(self, entries: Sequence[Entry]) -> list[int]: ...
-    def replay(self, chain: Chain, upto: int) -> int: ...
-    def digest(self) -> int: ...
-    def read(self, name: str) -> np.ndarray: ...
+    def apply(self, entries: Sequence[Entry]) -> list[int]:
+        """Fold ledger entries in, in one pass; D after each. Only commits move anything."""
+
+    def replay(self, chain: Chain, upto: int) -> int:
+        """Fold the first `upto` rounds of an ancestor's chain (a fork's parent) in; D after them."""
+
+    def digest(self) -> int:
+        """D, the u64 digest of all trained tensors (docs/adr/0001-noise-law.md)."""
+
+    def read(self, name: str) -> np.ndarray:
+        """float32 copy of one stored tensor in its stored shape: the master, or the base's value if frozen.
+
+        `name` as in the checkpoint's safetensors files. KeyError for another, ValueError for integers.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +96,15 @@ class Rebuilt:
     weights: Weights
     ledger: Ledger
     model: ModelFolder  # the base model's
-    round: int
-    digest: int
+    round: int  # commits folded in; 0 is the base model
+    digest: int  # u64
     compared: int  # digests that the ledger states and replay gave too
     load_seconds: float
     replay_seconds: float
 
     @property
     def lock(self) -> Lock:
+        """The ledger's."""
         return self.ledger.lock
 
     @property
@@ -105,8 +117,9 @@ class Rebuilt:
 def open_ledger(path: str | Path) -> Ledger:
     """Read and verify a ledger file, or the ledger of a run folder.
 
-    Hash links, signatures and every rule of the chain are checked; damage is reported, not raised, so that
-    what precedes it can still be used. LedgerMissing when there is no such file.
+    Hash links, signatures and every rule of docs/ledger-format.md are checked; damage is reported in
+    `damage`, not raised, so that what precedes it can still be used. LedgerMissing when there is no such
+    file, DamagedLedger when not even its first entry is sound.
     """
     path = Path(path)
     if path.is_dir():
@@ -141,12 +154,13 @@ def at(
     backend: str | None = None,
     tell: Tell = silent,
 ) -> Rebuilt:
-    """The weights after `round` commits (all of them when None).
+    """The weights after `round` commits (all of them when None), every digest that is stated compared.
 
     `base` is a model folder, GGUF file or hub id; left out, the lock's label is looked for. `runnable`
-    gives an engine to generate with; without it only the weights are held, which is faster. Raises
-    DamagedLedger (only when no round is named), NoSuchRound, manifest.WrongBase, WrongWeights, and what
-    loading a model may raise.
+    gives an engine to generate with; without it only the weights are held, which is faster. `threads`: CPU
+    threads, None for torch's setting; `backend`: a kernel of `esnode.kernels`, None for the best here;
+    `tell`: told of each step. Raises DamagedLedger (only when no round is named), NoSuchRound,
+    manifest.WrongBase, replay.WrongWeights, and what loading a model may raise, all of them UserError.
     """
     opened = ledger if isinstance(ledger, Ledger) else open_ledger(ledger)
     damage = damage_of(opened)
@@ -231,17 +245,18 @@ class Verdict:
     """What `verify` found. `fault` is None when everything is right, else one sentence that locates it."""
 
     path: str
-    run: str
+    run: str  # id, 64 hex digits
     model: str
     rounds: int
     ended: bool
-    digest: str | None
-    compared: int
+    digest: str | None  # D of the last round, 16 hex digits; None when it was not rebuilt
+    compared: int  # rounds whose digest the ledger states and replay gave too
     load_seconds: float
     replay_seconds: float
     fault: str | None
 
     def as_json(self) -> dict[str, Any]:
+        """Plain data, as `esnode verify --json` prints it."""
         return asdict(self)
 
     def words(self) -> str:

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
-import esnode
+from esnode.children import importable
 from esnode.engines.interface import Cancelled, StopCheck, never
 from esnode.scoring_worker import FRAME_LIMIT, pack, unpack
 from esnode.tasks import ChatMessage, Score, open_task
@@ -216,17 +216,13 @@ class _Child:
     """One scoring process and the two pipes to it."""
 
     def __init__(self, opening: Mapping[str, Any]) -> None:
-        root = str(Path(esnode.__file__).parent.parent)
         environment = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-        environment |= {
-            "PYTHONHASHSEED": "0",
-            "OMP_NUM_THREADS": "1",
-        }  # equal scores everywhere; one core at most
+        environment |= importable()
+        environment |= {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}  # equal scores everywhere; one core
         leash, self._leash = os.pipe()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "esnode.scoring_worker", str(leash)],
+                [sys.executable, "-m", "esnode.scoring_worker", str(leash)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
