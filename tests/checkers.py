@@ -90,8 +90,8 @@ class Checkers:
         return self.tree.chain()
 
     @property
-    def commits(self) -> list[CommitBody]:
-        """Of the chain, in order; a test that looks at each of them means at least one."""
+    def closed_rounds(self) -> list[CommitBody]:
+        """Commits of the chain, in order; a test that looks at each of them means at least one."""
         found = [entry.body for entry in self.chain if isinstance(entry.body, CommitBody)]
         assert found, "no round was closed"
         return found

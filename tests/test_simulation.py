@@ -27,7 +27,7 @@ def test_a_quiet_run() -> None:
     scores = [e.body for e in world.checkers.chain if isinstance(e.body, ScoreBody)]
     assert [body.state_round for body in scores] == [0, 2, 4]
     assert len(tips(world)) == 1
-    assert {m.evaluator for body in world.checkers.commits for m in body.members} == {0, 1, 2}, (
+    assert {m.evaluator for body in world.checkers.closed_rounds for m in body.members} == {0, 1, 2}, (
         "all of them worked"
     )
 
@@ -46,7 +46,9 @@ def test_a_late_result_is_counted_and_never_used() -> None:
     world.network.hold("node-1", Result, seconds=4.0)
     world.run()
     assert world.status()["counters"]["late"] >= 1
-    assert any(reason.startswith("left out") for body in world.checkers.commits for _, reason in body.voids)
+    assert any(
+        reason.startswith("left out") for body in world.checkers.closed_rounds for _, reason in body.voids
+    )
 
 
 def test_a_result_that_arrives_twice_counts_once() -> None:
@@ -139,14 +141,14 @@ def test_all_nodes_gone_then_back() -> None:
     status = world.status()
     assert status["state"] == "paused" and "lost (silent for" in status["reason"]
     world.run()
-    assert len(world.checkers.commits) == 3
+    assert len(world.checkers.closed_rounds) == 3
 
 
 def test_a_member_nobody_can_evaluate_is_void_and_named() -> None:
     world = World(seed=9, nodes=3, rounds=2, members=6)
     world.poison(2)
     world.run()
-    for body in world.checkers.commits:
+    for body in world.checkers.closed_rounds:
         assert [index for index, _ in body.voids] == [2] and len(body.members) == 5
         assert body.voids[0][1].endswith("nodes: out of memory")
 
@@ -155,14 +157,14 @@ def test_a_member_one_node_cannot_evaluate_is_not_void() -> None:
     world = World(seed=10, nodes=2, rounds=2, members=6)
     world.poison(2, "node-0")
     world.run()
-    assert all(not body.voids for body in world.checkers.commits)
+    assert all(not body.voids for body in world.checkers.closed_rounds)
 
 
 def test_a_mirrored_pair_is_void_whole() -> None:
     world = World(seed=11, nodes=2, rounds=2, members=6, mirrored=True)
     world.poison(3)
     world.run()
-    for body in world.checkers.commits:
+    for body in world.checkers.closed_rounds:
         assert [index for index, _ in body.voids] == [2, 3]
         assert [member.index for member in body.members] == [0, 1, 4, 5]
 
@@ -207,7 +209,7 @@ def test_a_late_joiner_replays_and_works() -> None:
     world = World(seed=17, nodes=3, rounds=6)
     world.crash("node-2", at=0.01, down=10.0)
     world.run()
-    last = world.checkers.commits[-1]
+    last = world.checkers.closed_rounds[-1]
     assert {member.evaluator for member in last.members} >= {2}
 
 
@@ -218,7 +220,7 @@ def test_nobody_works_ahead_of_a_stop_and_a_restart_goes_on() -> None:
     world.run(until=3.9)
     assert [actor.stopped is not None and actor.stopped[1] for actor in world.actors] == [0, 0, 0]
     world.run()
-    assert len(world.checkers.commits) == 3
+    assert len(world.checkers.closed_rounds) == 3
 
 
 def test_a_node_that_hears_no_commit_at_all_fetches_everything_the_end_included() -> None:

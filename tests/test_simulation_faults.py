@@ -83,7 +83,7 @@ def test_a_full_disk_ends_the_coordinator_before_it_speaks_and_it_returns_when_t
     world.run(until=20.5)
     assert len(world.coordinator.journal) == records
     world.run()
-    assert len(world.checkers.commits) == 4
+    assert len(world.checkers.closed_rounds) == 4
 
 
 def test_a_full_disk_ends_a_node_and_it_returns_when_there_is_room() -> None:
@@ -129,7 +129,7 @@ def test_machines_join_by_invites_and_work() -> None:
     people.newcomer(world, "new-0", key, at=1.5)
     people.newcomer(world, "new-1", key, at=2.5)
     world.run()
-    assert {member.evaluator for member in world.checkers.commits[-1].members} == {0, 1, 2}
+    assert {member.evaluator for member in world.checkers.closed_rounds[-1].members} == {0, 1, 2}
 
 
 def test_two_machines_with_one_invite() -> None:
@@ -159,7 +159,7 @@ def test_a_revoked_node_is_out_at_once_and_may_be_put_back() -> None:
     world.run(until=5.0)
     assert world.nodes["node-1"].stopped == ("revoked: sold", 1)
     world.run()
-    numbers = {member.evaluator for body in world.checkers.commits[-2:] for member in body.members}
+    numbers = {member.evaluator for body in world.checkers.closed_rounds[-2:] for member in body.members}
     now = world.coordinator.state.numbers
     assert numbers == set(now.values()), "put back under a new number"
     assert now[world.nodes["node-1"].key] == 2
@@ -180,7 +180,7 @@ def test_a_late_joiner_takes_a_snapshot_from_its_peers() -> None:
     world = late_joiner(50)
     world.run()
     assert world.count("catch-up", node="late", way="snapshot loaded") >= 1
-    assert 3 in {member.evaluator for body in world.checkers.commits[-6:] for member in body.members}
+    assert 3 in {member.evaluator for body in world.checkers.closed_rounds[-6:] for member in body.members}
 
 
 def test_a_donor_that_poisons_is_marked_and_left_out() -> None:
@@ -230,7 +230,7 @@ def test_a_liar_without_evidence_is_in_quarantine_after_one_audit() -> None:
     world.run()
     assert list(world.coordinator.state.quarantined) == [world.nodes["node-1"].key]
     liar = world.coordinator.state.numbers[world.nodes["node-1"].key]
-    assert liar not in {member.evaluator for member in world.checkers.commits[-1].members}
+    assert liar not in {member.evaluator for member in world.checkers.closed_rounds[-1].members}
 
 
 def test_a_successor_takes_the_longest_ledger_that_was_shown() -> None:
