@@ -11,7 +11,7 @@ from coordinator import audit, machine
 from coordinator.audit import Sums
 from coordinator.membership import QUARANTINED, standing
 from protocol.shaping import coefficients
-from tests.desk import Desk, hello, key_of
+from tests.desk import Desk, key_of
 from tests.pool import LIARS, Pool
 
 # ---------------------------------------------------------------- as they run
@@ -87,13 +87,15 @@ def test_evidence_that_does_not_fit_its_hash_is_quarantine_at_once() -> None:
 
 def test_a_restarted_node_that_has_lost_its_evidence_is_no_liar() -> None:
     pool = Pool(6, 3, share=1.0, members=4)
-    pool.rounds(1)
-    desk = pool.desk
-    chain = desk.state.chain
-    assert any(key_of("a") in (c.first.key, c.auditor) for c in desk.state.audits.cases)
-    pool.kept.clear()
-    desk.say("a", hello(desk.lock, height=chain.height, tip=chain.tip, digest=0))
-    assert all(key_of("a") not in (c.first.key, c.auditor) for c in desk.state.audits.cases)
+    desk, key = pool.desk, key_of("a")
+    while not any(key in (case.first.key, case.auditor) for case in desk.state.audits.cases):
+        name = next(name for name in "abc" if desk.assigned(name))
+        pool._measure(name, desk.assigned(name)[0])
+    pool.kept = {held: scores for held, scores in pool.kept.items() if held[0] != "a"}
+    pool.join("a")
+    assert not any(key in (case.first.key, case.auditor) for case in desk.state.audits.cases)
+    pool.rounds(3)
+    assert desk.state.chain.round == 3 and not pool.quarantined
 
 
 def test_quarantine_drops_what_is_not_committed_and_the_operator_lifts_it() -> None:
