@@ -32,6 +32,8 @@ help:
 # One thread for everything by default: two processes on two cores are faster than one with two threads,
 # and competing thread pools slow each other down several times over.
 run test test-long bench: export OMP_NUM_THREADS ?= 1
+# Empty means no: a machine that sets this has every one of many processes compile our modules anew.
+run test test-long bench gpu-check: export PYTHONDONTWRITEBYTECODE =
 
 setup: $(VENV)/.ready
 

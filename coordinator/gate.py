@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from coordinator import sockets
 from coordinator.counts import Counts
@@ -329,13 +328,13 @@ class Gate:
 
     def _read_monitor(self) -> None:
         while self._monitor.poll(0):
-            event = parse_monitor_message(self._monitor.recv_multipart())
-            if event["event"] == zmq.Event.ACCEPTED:
+            event, value = zmtp.monitor_event(self._monitor.recv_multipart())
+            if event == zmq.Event.ACCEPTED:
                 self.counts.connections["accepted"] += 1
-            elif event["event"] == zmq.Event.DISCONNECTED:  # among them those that sent a frame too large
+            elif event == zmq.Event.DISCONNECTED:  # among them those that sent a frame too large
                 self.counts.connections["ended"] += 1
             else:
-                reason = sockets.handshake_failure(event["event"], event["value"])
+                reason = sockets.handshake_failure(event, value)
                 if reason:
                     self.counts.refuse(UNKNOWN, reason)
 

@@ -19,7 +19,7 @@ import traceback
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__":  # during the imports below nothing is held yet: Ctrl-C just ends it
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -52,7 +52,6 @@ from coordinator.orders import Orders
 from coordinator.outputs import Outputs
 from coordinator.relay import read_status
 from coordinator.relaychild import RelayChild, relay_bind
-from coordinator.scrape import Scrape
 from coordinator.setup import Setup, publish_address, usual_address
 from protocol import logfile
 from protocol.entries import EntryKind
@@ -60,6 +59,9 @@ from protocol.entries import parse as parse_entry
 from protocol.errors import UserError
 from protocol.keys import curve_public
 from protocol.messages import Ack, Assign, Unit
+
+if TYPE_CHECKING:
+    from coordinator.scrape import Scrape
 
 TICK_SECONDS = 0.25
 BATCH = 512  # frames per turn: one flush for all of them
@@ -314,8 +316,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _serve(setup: Setup, options: argparse.Namespace, log: logging.Logger) -> int:
     raise_file_limit(len(setup.roster), log)
-    scrape = Scrape(options.metrics) if options.metrics else None
-    if scrape is not None:
+    scrape = None
+    if options.metrics:
+        from coordinator.scrape import Scrape  # late: it loads a web server that few ask for
+
+        scrape = Scrape(options.metrics)
         log.info("metrics at http://%s/metrics", scrape.address)
     server = Server(
         setup,

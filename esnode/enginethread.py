@@ -18,6 +18,7 @@ from functools import partial
 from typing import NoReturn, Protocol
 
 from esnode.checkpoint import Saved
+from esnode.engines.interface import Cancelled, EngineEnded
 from esnode.events import About, Outcome
 from esnode.replay import DamagedMaster
 from protocol.errors import UserError
@@ -297,15 +298,12 @@ class EngineThread:
 
     def _ended(self, unit: Unit, result: Callable[[], Outcome]) -> Report:
         """What to say of an evaluation that gave, or raised, this."""
-        from esnode.engines.interface import Cancelled as StoppedEarly  # late: it loads numpy
-        from esnode.engines.interface import EngineEnded
-
         self.progress.pop(unit, None)
         try:
             return Measured(unit, result(), "")
         except DamagedMaster as error:
             return Wounded(unit, error.tensors)
-        except (StoppedEarly, CancelledError):
+        except (Cancelled, CancelledError):
             return Measured(unit, None, "")
         except EngineEnded as error:
             return _broken(error)
@@ -352,6 +350,4 @@ def _throw(error: Exception) -> NoReturn:
 
 def _broken(error: Exception) -> Broken:
     """The report of what is being handled."""
-    from esnode.engines.interface import EngineEnded  # late, as above
-
     return Broken(traceback.format_exc(), str(error) if isinstance(error, EngineEnded) else "")

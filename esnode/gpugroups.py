@@ -15,8 +15,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
-from esnode import devices, leash, memory, models, nodeoptions, ranks
-from esnode.hostmaster import SPARE
+from esnode import devices, leash, memory, nodeoptions, ranks
 from esnode.nodeoptions import Options
 from esnode.ranks import Deal, Gpu, Host
 from protocol.errors import UserError
@@ -65,7 +64,9 @@ def measured(options: Options, lock: Lock, log: logging.Logger) -> Deal:
     """In the process that measures: every GPU's memory, the model's needs, and what follows from both."""
     import torch
 
+    from esnode import models
     from esnode.engines.vllm_start import CACHE_BYTES
+    from esnode.hostmaster import SPARE
     from esnode.kernels.streamed import BUFFERS, CHUNK
     from esnode.replica import memory_plan
     from esnode.state import DTYPES

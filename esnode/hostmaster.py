@@ -23,7 +23,8 @@ import numpy as np
 import torch
 
 from esnode import memory
-from protocol.errors import UserError, first_line
+from esnode.engines.wish import HostMasterUnavailable, LeaderGone
+from protocol.errors import first_line
 from protocol.lock import Lock
 
 SPARE = 1 << 30  # bytes of host memory that are left to everything else
@@ -31,14 +32,6 @@ _HEADER = struct.Struct("<8s32sIQ")  # magic, identity, 1 when whole, how often 
 _MAGIC = b"ESMASTR1"
 _ADD_SEALS, _SEALS = 1033, 2 | 4  # fcntl.h: nobody may shrink or grow it, which would kill whoever reads it
 _PORTABLE = 1  # pinned for every GPU of the process
-
-
-class HostMasterUnavailable(UserError):
-    """Host memory for a master that cannot be had, or that is not what it was taken for."""
-
-
-class LeaderGone(HostMasterUnavailable):
-    """The process that led the master has ended."""
 
 
 class NotLeader(RuntimeError):

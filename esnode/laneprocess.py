@@ -22,9 +22,9 @@ if __name__ == "__main__":  # also during the imports below
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the node, which ends us
 
 from esnode import leash, nodeoptions, reports
+from esnode.engines.wish import LeaderGone
 from esnode.enginethread import Broken, EngineThread, Taken
 from esnode.events import Progress
-from esnode.hostmaster import LeaderGone
 from esnode.lanewire import Alive, Loaded, Log, Need, Pipe, Planned, Refresh, Refused, Reread, Where
 from protocol.errors import UserError
 from protocol.messages import Unit

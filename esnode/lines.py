@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from protocol import envelope, zmtp
 from protocol.keys import curve_public
@@ -95,7 +94,7 @@ class Wire:
     def watch(self) -> None:
         """Read what the socket's monitor saw."""
         while self._monitor.poll(0):
-            event = zmq.Event(parse_monitor_message(self._monitor.recv_multipart())["event"])
+            event = zmq.Event(zmtp.monitor_event(self._monitor.recv_multipart())[0])
             if event == zmq.Event.HANDSHAKE_SUCCEEDED:
                 self.up, self.failed, self._cuts = True, False, 0
             elif event in _WHY:

@@ -18,7 +18,6 @@ from enum import StrEnum
 from typing import Any
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from protocol import wire, zmtp
 from protocol.errors import UserError
@@ -212,7 +211,7 @@ class Link:
 
     def _read_monitor(self) -> None:
         while self._monitor.poll(0):
-            self._heed(parse_monitor_message(self._monitor.recv_multipart())["event"])
+            self._heed(zmtp.monitor_event(self._monitor.recv_multipart())[0])
 
     def _heed(self, event: int) -> None:
         now = time.monotonic()

@@ -7,6 +7,8 @@ Lives here because coordinator and node must agree on them. Opens nothing itself
 from __future__ import annotations
 
 import re
+import struct
+from collections.abc import Sequence
 
 HIGH_WATER = 64  # messages queued per peer and direction before sends are dropped
 LINGER_MS = 0  # nothing relies on delivery, so closing never waits
@@ -30,6 +32,12 @@ def wire_size(body: int, encrypted: bool) -> int:
     """Bytes on the TCP stream of one message with a body of `body` bytes (TCP/IP headers apart)."""
     payload = body + _CURVE_EXTRA if encrypted else body
     return payload + (_SHORT_FRAME if payload <= _SHORT_LIMIT else _LONG_FRAME)
+
+
+def monitor_event(frames: Sequence[bytes]) -> tuple[int, int]:
+    """(event, its value) that a socket's monitor tells. `zmq.utils.monitor` would load asyncio for it."""
+    event, value = struct.unpack("=Hi", frames[0])
+    return event, value
 
 
 def host_and_port(address: str) -> tuple[str, int]:

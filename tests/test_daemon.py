@@ -61,7 +61,7 @@ runpy.run_module(module, run_name="__main__", alter_sys=True)
     ("module", "imported"),
     [
         ("esnode.daemon", "zmq"),
-        ("esnode.laneprocess", "esnode.hostmaster"),
+        ("esnode.laneprocess", "esnode.lanewire"),
         ("esnode.scoring_worker", "msgpack"),
         ("esnode.donor", "zmq"),
         ("esnode.receiver", "zmq"),
@@ -102,6 +102,17 @@ def test_the_handler_comes_before_the_slow_imports() -> None:
     assert not any(f"'{slow}'" in loaded for slow in ("zmq", "numpy", "torch", "msgspec", "nacl"))
     source = Path(daemon.__file__).read_text()
     assert source.index("departure.at_once(signal.SIGINT)") < source.index("import zmq")
+
+
+@pytest.mark.parametrize(
+    "process", ["daemon", "laneprocess", "donor", "receiver", "gleaner", "scoring_worker"]
+)
+def test_processes_begin_without_the_heavy_packages(process: str) -> None:
+    """The number of threads must be set before torch and numpy are loaded; many processes never need them."""
+    heavy = {"torch", "transformers", "numba", "numpy"}
+    told = f"import sys, esnode.{process}; print(sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", told], check=True, capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]"
 
 
 def test_an_owner_pauses_and_resumes_a_joined_node(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from esnode import hostmaster, memory
-from esnode.hostmaster import HostMaster, HostMasterUnavailable, Layout, NotLeader
+from esnode.engines.wish import HostMasterUnavailable
+from esnode.hostmaster import HostMaster, Layout, NotLeader
 from esnode.kernels import create
 from esnode.kernels.cpu import CpuKernels
 from esnode.kernels.interface import Kernels

@@ -1,4 +1,4 @@
-"""What a node asks of an engine: the types every engine shares. May import numpy and protocol only.
+"""What a node asks of an engine: the types every engine shares. May import protocol only.
 
 An engine receives token ids and stop ids, never text: rendering and tokenising happen once, in
 `esnode.prompts`. Called by `worker.py`, `episodes.py` and `finish.py`.
@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING, Protocol
 
 from protocol.bodies import Entry
 from protocol.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class Cancelled(Exception):

@@ -112,7 +112,7 @@ def load(
     where the CPU is fast in it and float32 (on the same rounded weights) where it is not. `report` is told
     the memory plan before anything is allocated. Not `checked`: whatever values the folder holds are the
     right ones, as for a lock that no run has. `wish` is about the place of the master. Raises
-    manifest.WrongBase, memory.MemoryShort, hostmaster.HostMasterUnavailable, slicemap.SliceError,
+    manifest.WrongBase, memory.MemoryShort, wish.HostMasterUnavailable, slicemap.SliceError,
     state.StateError, ranks.RanksError.
     """
     if wish.tp > 1:

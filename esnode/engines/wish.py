@@ -1,4 +1,4 @@
-"""What an engine is told of its place: its master, its neighbours. Imports nothing: the command line may.
+"""What an engine is told of its place: its master, its neighbours. No torch: the command line may import it.
 
 Called by `nodeoptions.py`, `placement.py` and the engines' loaders.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from protocol.errors import UserError
 
 MASTERS = ("auto", "device", "host")
 
@@ -29,3 +31,11 @@ class Wish:
 
 
 DEFAULT = Wish()
+
+
+class HostMasterUnavailable(UserError):
+    """Host memory for a master that cannot be had, or that is not what it was taken for."""
+
+
+class LeaderGone(HostMasterUnavailable):
+    """The process that led the master has ended."""
