@@ -1,4 +1,4 @@
-"""Who has answered: a successor that waits for the recent workers, and the END that all should hear of.
+"""Who has answered: a successor that waits for the recent workers, D a second word, the END all who worked.
 
 Pure. A node has answered a term once it keeps it on its disk, which its next Hello shows: until then it may
 go to another successor and answer there, and two of them would begin. Called by `succession.py`,
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from coordinator import claims
 from coordinator.membership import Verdict
 from coordinator.state import State
 from coordinator.turn import Turn
@@ -93,6 +94,16 @@ def unheard(state: State) -> list[str]:
         return []
     heard = {state.numbers.get(key) for key in state.nodes}
     return [_name(state, number) for number in sorted(set(_recent(state)) - heard)]
+
+
+def witnessed(state: State) -> Verdict:
+    """Whether D of the open round's state may be signed, and why (not)."""
+    if state.proof.dispute is not None:
+        return Verdict(False, claims.pending(state.proof.dispute, state.nodes, state.now))
+    if state.digest is not None:
+        return Verdict(True, state.witness)
+    late = unheard(state) if len(state.proof.words) == 1 else []
+    return claims.witnessed(state.proof, state.nodes, state.chain.round, state.now, late)
 
 
 def _staying(state: State) -> set[int]:

@@ -102,10 +102,10 @@ def wanted(turn: Turn, key: bytes, unit: Unit) -> bool:
 
 def holds(turn: Turn) -> bool:
     """Whether a round that could be committed waits for a second result. Never for ever."""
-    open_cases = [case for case in turn.audits.cases if case.round == turn.round.number and not case.second]
+    audits = turn.audits
+    open_cases = audits.unanswered(turn.round.number)
     if not open_cases:
         return False
-    audits = turn.audits
     if audits.until is None:
         pace = membership.median_pace(list(turn.nodes.values())) or 0.0
         longest = max(case.first.unit.last - case.first.unit.first + 1 for case in open_cases)

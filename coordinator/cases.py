@@ -98,6 +98,10 @@ class Audits(msgspec.Struct, frozen=True):
         """All of them, the oldest first."""
         return tuple(self.by_number.values())
 
+    def unanswered(self, round: int) -> list[Case]:
+        """The audits of a round that no second node has measured yet."""
+        return [case for case in self.by_number.values() if case.round == round and not case.second]
+
     def about(self, key: bytes) -> list[Case]:
         """The cases that a node has a part in."""
         return [self.by_number[number] for number in self.of.get(key, ())]

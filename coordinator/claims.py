@@ -141,8 +141,15 @@ def witnessed(
     return Verdict(False, f"one node has told its digest, {', '.join(sorted(others)[:3])} not yet")
 
 
-def picture(state: Any) -> dict[str, Any]:
-    """The section of the status: how D stands, and a dispute in words."""
+def pending(dispute: Dispute, nodes: Mapping[bytes, Node], now: float) -> str:
+    """Why D cannot be signed while replay decides: how long it has, and for whom it waits."""
+    asked = sorted(nodes[key].name for key in dispute.asked if key in nodes)
+    words = f"two digests of this state, replay decides since {now - dispute.opened:.0f} s"
+    return f"{words}, {', '.join(asked)} to answer" if asked else words
+
+
+def picture(state: Any, reason: str) -> dict[str, Any]:
+    """The section of the status: how D stands and why (`reason`), and a dispute in words."""
     proof: Proof = state.proof
     dispute = proof.dispute
     names = {key: node.name for key, node in state.nodes.items()}
@@ -157,4 +164,4 @@ def picture(state: Any) -> dict[str, Any]:
             "confirmed": {f"{digest:016x}": name for digest, name in dispute.confirmed.items()},
             "pieces": [str(pieces_of(state.lock)[k]) for k in dispute.pieces],
         }
-    return {"words": len(proof.words), "reason": state.witness, "dispute": shown}
+    return {"words": len(proof.words), "reason": reason, "dispute": shown}

@@ -82,8 +82,7 @@ def settle(turn: Turn) -> None:
         _close(turn, dispute)
     if turn.stopped or turn.digest is not None or len(found) != 1:
         return
-    unheard = answers.unheard(turn.state) if len(turn.proof.words) == 1 else []
-    verdict = claims.witnessed(turn.proof, turn.nodes, turn.round.number, turn.now, unheard)
+    verdict = answers.witnessed(turn.state)
     if verdict.ok:
         _learn(turn, next(iter(found)), verdict.reason)
 

@@ -43,6 +43,7 @@ class Lineage(msgspec.Struct, frozen=True):
     since: float = 0.0  # when it began to wait, in this process
     given: int = 0  # entries of the ledger that its operator chose, as far as they are still held
     recovered: tuple[tuple[int, bytes], ...] = ()  # (height gone on from, signing key before) per succession
+    began: int = 0  # the term in which the last of them began
     promised: Mapping[bytes, int] = {}  # CURVE key -> the term it answered and keeps on its disk
     questions: Mapping[bytes, Question] = {}  # CURVE key -> what is asked of it
     branches: Mapping[bytes, Chain] = {}  # CURVE key -> its ledger, where that is no beginning of mine

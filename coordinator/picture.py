@@ -11,6 +11,7 @@ from msgspec.structs import asdict
 
 from coordinator import answers, audit, claims, donors, enrolment, membership, rounds, succession
 from coordinator.membership import READY, Node
+from coordinator.rounds import Round
 from coordinator.state import State
 from protocol.messages import Kind, Unit
 
@@ -40,7 +41,7 @@ def status(state: State) -> dict[str, Any]:
         "rewards": [[s.round, s.mean, s.high, s.low, s.std] for s in state.history],
         "scores": [[s.state_round, s.mean, s.correct, s.prompts] for s in state.scores],
         "nodes": [_node(state, node) for node in state.nodes.values()],
-        "proof": claims.picture(state),
+        "proof": claims.picture(state, answers.witnessed(state).reason),
         "audit": _audit(state),
         "snapshots": donors.picture(state),
         "counters": dict(sorted(state.counters.items())),
@@ -66,11 +67,23 @@ def _state(state: State) -> tuple[str, str]:
         if not stands:
             return "paused", "no node has joined yet (a node loads its model first)"
         return "paused", "no node is ready: " + ", ".join(sorted(f"{word} ({why})" for word, why in stands))
-    if state.round.probe is not None and not state.round.unsettled:
-        return "running", "the held-out probe is not in yet"
-    if state.round.final:
-        return "running", "waits for the digest of the final state"
-    return "running", rounds.closing(state.round, state.lock, state.ops, state.now)[1]
+    return "running", _waits(state, state.round)
+
+
+def _waits(state: State, round: Round) -> str:
+    """Why the open round is not committed now, the decisions of `work.close` in words."""
+    if round.probe is not None and not round.unsettled and not round.probe.complete:
+        return "the held-out probe is not in yet"
+    closing, reason = rounds.closing(round, state.lock, state.ops, state.now)
+    if closing is None:
+        return reason
+    if round.final:
+        reason = "all rounds are committed"
+    digest = answers.witnessed(state)
+    if not digest.ok:
+        return f"{reason}; {digest.reason}"
+    second = len(state.audits.unanswered(round.number))
+    return f"{reason}; {second} audited unit{'s' * (second > 1)} not measured twice yet" if second else reason
 
 
 def _seconds(value: float) -> float:

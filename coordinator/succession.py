@@ -18,7 +18,7 @@ from coordinator.lineage import Orphaned, Question
 from coordinator.state import State, adopt, recall
 from coordinator.turn import Turn
 from protocol.chain import BrokenChain, Chain
-from protocol.entries import GENESIS, EntryKind, MalformedEntry, parse, public_key
+from protocol.entries import GENESIS, EntryKind, MalformedEntry, parse, public_key, signed_by
 from protocol.messages import Commit, Entries, Fetch, Hello, Rehello, Return
 from protocol.terms import Claim, common, read_proof, signed_twice, stronger
 
@@ -214,7 +214,7 @@ def _judge(turn: Turn, peer: bytes, name: str, branch: Chain) -> Place:
         return UNCLEAR if twice else _weigh(turn, peer, name, branch, shared)
     if shared == chain.height:
         return _extend(turn, peer, name, branch, shared)
-    if shared <= turn.lineage.roots:
+    if _decided(turn, branch, shared):
         _name_orphans(turn, name, branch, shared)
         return Place(True, f"its ledger leaves the run's at entry {shared}: it goes back there", shared)
     ours, theirs = chain.entries[shared], branch.entries[shared]
@@ -225,6 +225,19 @@ def _judge(turn: Turn, peer: bytes, name: str, branch: Chain) -> Place:
         1,
     )
     return UNCLEAR
+
+
+def _decided(turn: Turn, branch: Chain, shared: int) -> bool:
+    """Whether my succession decided about a branch that parts from mine here: at my beginning or before it.
+
+    What I adopted since was signed before me, too, until I signed an entry. Behind one of mine, or where the
+    branch goes on with one, a copy of me is at work.
+    """
+    lineage, me = turn.lineage, (public_key(turn.state.key),)
+    if shared <= lineage.roots:
+        return True
+    since = (entry for entry in branch.entries[lineage.roots : shared + 1] if entry.term >= lineage.began)
+    return bool(lineage.recovered) and not any(signed_by(entry, me) for entry in since)
 
 
 def _extend(turn: Turn, peer: bytes, name: str, branch: Chain, shared: int) -> Place:

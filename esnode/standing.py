@@ -112,6 +112,8 @@ def _head(status: Mapping[str, Any]) -> Table:
     if status.get("scores"):
         round_, mean, correct, prompts = status["scores"][-1]
         row("held-out", f"{mean:.4f} after {round_} rounds, {correct} of {prompts} correct")
+    if status.get("digest", "") is None:
+        row("digest", f"not known yet: {status['proof']['reason']}")
     if status.get("address"):
         row("listens", status["address"])
     if status.get("counters"):

@@ -261,6 +261,53 @@ def test_a_node_on_a_dead_branch_goes_back_and_the_entries_are_named() -> None:
     assert heir.state.chain.ended and len(tips(world)) == 1
 
 
+def forced_low(world: World) -> SimCoordinator:
+    """A forced successor begins on an old ledger, then adopts what node-1 holds; node-0 holds one more."""
+    committed(world, 4)
+    world.run(until=world.now + 0.5)
+    lose_coordinator(world)
+    held, low = raws_of(world), 3
+    for name, keep in ((FIRST, len(held)), ("node-1", len(held) - 1), ("node-2", low)):
+        world.nodes[name].kill()
+        world.nodes[name].tear(keep, damage=False)
+    heir = succeed(world, held[:low], how="force")
+    world.run(until=world.now + 12)
+    assert heir.state.lineage.roots == low and not heir.state.lineage.waiting
+    for name in ("node-1", "node-2"):
+        world.nodes[name].home = "heir"
+        world.nodes[name].start()
+    committed(world, 5)
+    assert raws_of(world, "node-1")[: len(held) - 1] == held[:-1]
+    return heir
+
+
+def test_a_node_goes_back_that_holds_more_than_a_forced_successor_adopted_after_it_began() -> None:
+    world = world_of(nodes=3, rounds=8)
+    heir = forced_low(world)
+    held = raws_of(world)
+    world.nodes[FIRST].home = "heir"
+    world.nodes[FIRST].start()
+    world.run()
+    assert world.nodes[FIRST].disk.orphans == [(len(held) - 1, (held[-1],))]
+    (named,) = heir.state.lineage.orphaned
+    assert (named.name, named.first, named.term) == (FIRST, len(held) - 1, 1)
+    assert heir.state.chain.ended and len(tips(world)) == 1
+
+
+def test_a_copy_of_a_successor_that_signs_behind_what_it_adopted_stops_both() -> None:
+    world = world_of(nodes=3, rounds=40)
+    heir = forced_low(world)
+    clone = copy_of(world, heir, "clone")
+    world.failing = True
+    clone.start()
+    move(world, "clone", "node-2")
+    world.run(until=world.now + 25)
+    assert clone.state.chain.term == 3 and heir.state.chain.term == 2
+    move(world, "heir", "node-2")
+    world.run(until=world.now + 5)
+    assert heir.stopped is not None and "two copies of this coordinator went separate ways" in heir.stopped[0]
+
+
 def test_an_old_coordinator_that_comes_back_stops_when_it_meets_the_new_term() -> None:
     world = world_of()
     committed(world, 2)

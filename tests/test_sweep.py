@@ -27,6 +27,7 @@ KNOWN_BAD: dict[int, str] = {
     106377: "of two copies the one with the run's END died before it named the node that holds the other END",
     104179: "a node held a member whole and in chunks, from two coordinators: a take-over made one lease two",
     636388387: "a retired coordinator told machines to stop after the operator had chosen: simulator",
+    202534: "a forced successor adopted entries, signed, and took a node with one more for its copy",
     68: "a torn ledger file under a running node was a fault of the simulator itself",
 }
 FIXED = range(40)
