@@ -42,19 +42,10 @@ class Lineage(msgspec.Struct, frozen=True):
     force: bool = False  # it does not count who has answered
     since: float = 0.0  # when it began to wait, in this process
     given: int = 0  # entries of the ledger that its operator chose, as far as they are still held
-    recovered: tuple[tuple[int, bytes], ...] = ()  # (height gone on from, signing key before) per succession
-    began: int = 0  # the term in which the last of them began
+    began: int = 0  # the term in which this coordinator began as a successor, 0: it is none that has begun
+    roots: int = 0  # the height it went on from: a branch of others may part from mine up to there
+    before: bytes = b""  # whose signing key stood under the last of these entries
     promised: Mapping[bytes, int] = {}  # CURVE key -> the term it answered and keeps on its disk
     questions: Mapping[bytes, Question] = {}  # CURVE key -> what is asked of it
     branches: Mapping[bytes, Chain] = {}  # CURVE key -> its ledger, where that is no beginning of mine
     orphaned: tuple[Orphaned, ...] = ()
-
-    @property
-    def heirs_of(self) -> frozenset[bytes]:
-        """Signing keys of the coordinators this one went on from."""
-        return frozenset(key for _, key in self.recovered)
-
-    @property
-    def roots(self) -> int:
-        """Up to this height a branch of others may part from mine: a succession decided about it. 0: none."""
-        return max((height for height, _ in self.recovered), default=0)

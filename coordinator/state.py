@@ -201,8 +201,7 @@ def _succeed(state: State, record: Recovery) -> State:
     given = min(state.lineage.given, record.height) if state.lineage.waiting else record.height
     lineage = replace(state.lineage, waiting=not record.open, given=given)
     if record.open:
-        recovered = (*lineage.recovered, (record.height, record.key))
-        lineage = replace(lineage, recovered=recovered, began=state.term)
+        lineage = replace(lineage, began=state.term, roots=record.height, before=record.key)
     entries = state.chain.entries[: record.height]
     if record.height < state.chain.height:
         nodes = {key: replace(node, number=None, leases=()) for key, node in state.nodes.items()}

@@ -50,7 +50,7 @@ def next_term(state: State) -> int:
 def begin(turn: Turn, how: str) -> None:
     """At the start of a process: a successor begins to wait, or goes on waiting. `how`: "wait" or "force"."""
     lineage = turn.lineage
-    if how and not lineage.waiting and not lineage.recovered:
+    if how and not lineage.waiting and not lineage.began:
         _record(turn, Recovery(False, turn.chain.height, turn.chain.signer))
     if turn.lineage.waiting:
         _set(turn, force=how == "force", since=turn.now)
@@ -103,7 +103,7 @@ def _heed_term(turn: Turn, name: str, hello: Hello, branch: Chain | None) -> Pla
             f"this node has answered a coordinator of term {hello.term}, this one is of term {state.term}, "
             "and it cannot prove that the run trusts that one",
         )
-    if claim.key == mine.key or claim.key in _before_me(state):
+    if claim.key in (mine.key, _predecessor(state)):
         _take_above(turn, claim.number)
         return None
     if claim.number == state.term == chain.term:
@@ -113,10 +113,9 @@ def _heed_term(turn: Turn, name: str, hello: Hello, branch: Chain | None) -> Pla
     return UNCLEAR
 
 
-def _before_me(state: State) -> frozenset[bytes]:
-    """Signing keys of coordinators this one comes after, whose later terms it may take over."""
-    before = state.lineage.heirs_of
-    return before | {state.chain.signer} if state.lineage.waiting else before
+def _predecessor(state: State) -> bytes:
+    """Signing key of the coordinator this one comes after and whose later terms it takes over; b"": none."""
+    return state.chain.signer if state.lineage.waiting else state.lineage.before
 
 
 def _take_above(turn: Turn, number: int) -> None:
@@ -237,13 +236,13 @@ def _decided(turn: Turn, branch: Chain, shared: int) -> bool:
     if shared <= lineage.roots:
         return True
     since = (entry for entry in branch.entries[lineage.roots : shared + 1] if entry.term >= lineage.began)
-    return bool(lineage.recovered) and not any(signed_by(entry, me) for entry in since)
+    return bool(lineage.began) and not any(signed_by(entry, me) for entry in since)
 
 
 def _extend(turn: Turn, peer: bytes, name: str, branch: Chain, shared: int) -> Place:
     """The node is ahead of me: adopt it, unless it was led on by a key that is neither mine nor before me."""
     signer = branch.signer
-    if signer not in {public_key(turn.state.key), *_before_me(turn.state)}:
+    if signer not in (public_key(turn.state.key), _predecessor(turn.state)):
         _yield_to(turn, Claim(branch.term, signer, branch.entries[-1].nonce), name)
         return UNCLEAR
     _adopt(turn, name, branch, shared)
@@ -353,7 +352,7 @@ def picture(state: State) -> dict[str, Any]:
     return {
         "key": public_key(state.key).hex(),
         "waiting": answers.answered(state).reason if lineage.waiting else "",
-        "recovered_at": [height for height, _ in lineage.recovered],
+        "recovered_at": lineage.roots,
         "other_branches": {names.get(key, key.hex()[:8]): c.height for key, c in lineage.branches.items()},
         "left_behind": [
             {"node": o.name, "first": o.first, "last": o.last, "rounds": list(o.rounds), "term": o.term}
