@@ -25,7 +25,7 @@ help:
 	@echo "make test       the quick tests, 14 minutes on two cores"
 	@echo "make test-long  everything, about an hour: 47 minutes of chaos with real processes, and beside it a million"
 	@echo "                mutants, 2,000 simulated worlds, 20 kills of a run ... (ARGS='-m slow --collect-only' lists them)"
-	@echo "make lint       ruff, mypy --strict on the pure modules"
+	@echo "make lint       ruff, and mypy --strict on everything but the tests"
 	@echo "make gpu-check  kernels on this machine's GPU: the tests, then a table and gpu.json"
 	@echo "make bench      noise kernels and one real round, against the usual way"
 

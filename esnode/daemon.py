@@ -39,7 +39,6 @@ from esnode import (
     peers,
     reach,
     reports,
-    snapshotevents,
 )
 from esnode.duty import Duty
 from esnode.enginethread import Workshop
@@ -47,6 +46,7 @@ from esnode.fleet import Fleet
 from esnode.link import Link, State
 from esnode.nodeoptions import Options
 from esnode.notebook import Notebook
+from esnode.snapshotevents import FetchEntries, FetchSnapshot, StopFetch
 from protocol import logfile
 from protocol.entries import parse
 from protocol.errors import UserError
@@ -107,8 +107,20 @@ class Daemon:
             workshop.close()
             raise
         if link is None:
+            workshop.close()
             return 0
         self._link = link
+        self._attach(workshop)
+        try:
+            if self._first_contact():
+                self._begin(workshop)
+                self._work()
+            return 0
+        finally:
+            self._close(workshop)
+
+    def _attach(self, workshop: Workshop | Fleet) -> None:
+        """The engine in its thread or its processes, and what wakes this loop for its reports."""
         self._wake_in, wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         wake_out.setblocking(False)
@@ -120,30 +132,28 @@ class Daemon:
         self._poller = zmq.Poller()
         self._poller.register(self._wake_in, zmq.POLLIN)
         self._watch_link()
-        try:
-            if not self._first_contact():
-                return 0
-            options = self._options
-            self._peers, dial = peers.open_peers(options, self._link.address, self._log)
-            about = dataclasses.replace(workshop.about, addresses=dial, catch_up=options.catch_up)
-            self._state = node.new(self._lock, about)
-            raws = self._notebook.raws
-            height, digest = self._resume(workshop, raws)
-            kept = checkpoint.kept(self._options.folder, self._lock)
-            term = self._notebook.term
-            self._mind_duty(time.monotonic())
-            self._step(
-                events.Started(time.monotonic(), term, raws, height, digest, kept, self._notebook.proof)
-            )
-            while self._stopped is None:
-                self._turn()
-            reason, code = self._stopped
-            self._log.log(logging.ERROR if code else logging.INFO, "stopped: %s", reason)
-            if code:
-                raise DaemonError(reason)
-            return 0
-        finally:
-            self._close(workshop)
+
+    def _begin(self, workshop: Workshop | Fleet) -> None:
+        """The core's first event, with everything this node has kept."""
+        options, book = self._options, self._notebook
+        self._peers, dial = peers.open_peers(options, self._link.address, self._log)
+        about = dataclasses.replace(workshop.about, addresses=dial, catch_up=options.catch_up)
+        self._state = node.new(self._lock, about)
+        raws = book.raws
+        height, digest = self._resume(workshop, raws)
+        kept = checkpoint.kept(options.folder, self._lock)
+        now = time.monotonic()
+        self._mind_duty(now)
+        self._step(events.Started(now, book.term, raws, height, digest, kept, book.proof))
+
+    def _work(self) -> None:
+        """Until the core says that it is over; DaemonError when that is not as it should be."""
+        while self._stopped is None:
+            self._turn()
+        reason, code = self._stopped
+        self._log.log(logging.ERROR if code else logging.INFO, "stopped: %s", reason)
+        if code:
+            raise DaemonError(reason)
 
     def _load(self) -> Workshop | Fleet:
         began, options = time.monotonic(), self._options
@@ -218,8 +228,8 @@ class Daemon:
         before = self._link.connections
         for message in self._link.receive():
             self._step(events.Received(now, message))
-        if self._link.connections != before:
-            self._reconnected(now)
+        if self._link.connections != before:  # unknown over there until Hello: said without a round trip
+            self._step(events.Received(now, Rehello()))
         self._hear_engine(now)
         self._hear_peers(now)
         if self._leave is not None and self._leave_by == float("inf"):
@@ -242,15 +252,9 @@ class Daemon:
         match effect:
             case events.Send(message):
                 self._link.send(message)
-            case snapshotevents.FetchSnapshot():
+            case FetchSnapshot() | FetchEntries() | StopFetch():
                 if self._peers is not None:
-                    self._peers.fetch(effect)
-            case snapshotevents.FetchEntries():
-                if self._peers is not None:
-                    self._peers.ask(effect)
-            case snapshotevents.StopFetch():
-                if self._peers is not None:
-                    self._peers.stop_fetch()
+                    self._peers.perform(effect)
             case events.Store(first, raws):
                 self._notebook.store(first, raws)
             case events.Orphan(first, raws):
@@ -281,10 +285,6 @@ class Daemon:
             self._peers.relay(self._link.address, self._state.relay)
             for event in self._peers.events(now):
                 self._step(event)
-
-    def _reconnected(self, now: float) -> None:
-        """A new connection is unknown over there until Hello: tell the core so without a round trip."""
-        self._step(events.Received(now, Rehello()))
 
     def _mind_duty(self, now: float) -> None:
         """Pause and resume as this machine's owner wants."""

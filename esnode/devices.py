@@ -150,7 +150,7 @@ def claim(devices: Sequence[str], who: str) -> list[IO[str]]:
 
     `who`: the node in words. DeviceError, naming the other node, for one that is taken.
     """
-    held = []
+    held: list[IO[str]] = []
     for device in devices:
         if device == CPU:
             continue

@@ -172,7 +172,9 @@ class Broken:
     sentence: str = ""  # of an engine that ended by itself
 
 
-Report = Measured | Generated | Folded | Restored | Saved | Wounded | Repaired | Read | Derived | Broken
+Report = (
+    Measured | Generated | Folded | Restored | Taken | Saved | Wounded | Repaired | Read | Derived | Broken
+)
 
 
 class EngineThread:

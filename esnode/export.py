@@ -173,6 +173,6 @@ def _bytes(
 ) -> memoryview:
     """A tensor as it is written: the live image of its master, or the stored bytes where it is frozen."""
     if not spec.trained:
-        return memoryview(np.ascontiguousarray(files[spec.name].raw())).cast("B")
+        return np.ascontiguousarray(files[spec.name].raw()).data.cast("B")
     values = np.ascontiguousarray(reader.read(spec.name), np.float32).reshape(-1)
-    return memoryview(noise.round_to(values, live_dtype)).cast("B")
+    return noise.round_to(values, live_dtype).data.cast("B")

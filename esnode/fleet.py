@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from esnode import children, devices, duty, events, joined, laneevents, lanes, memory, nodeoptions
 from esnode.engines.wish import Wish
@@ -40,6 +40,9 @@ class LanesFailed(UserError):
     """No engine of this node can go on; the sentence says why."""
 
 
+Told: TypeAlias = events.Effect | Where | Refresh  # what a lane has to hear
+
+
 @dataclass
 class _Process:
     """A lane's process. `sentence`: its last words, if it refused; `told`: what it has to hear."""
@@ -47,7 +50,7 @@ class _Process:
     process: subprocess.Popen[bytes]
     pipe: Pipe
     sentence: str = ""
-    told: queue.SimpleQueue[events.Effect | Where | Refresh | None] = field(default_factory=queue.SimpleQueue)
+    told: queue.SimpleQueue[Told | None] = field(default_factory=queue.SimpleQueue)
 
 
 class Fleet:
@@ -256,8 +259,8 @@ class Fleet:
         started = _Process(process, Pipe(ours))
         self._processes[number] = started
         for name, target in (("hears", self._listen), ("speaks", self._speak)):
-            words = (number, started)
-            threading.Thread(target=target, args=words, name=f"{name} lane {number}", daemon=True).start()
+            arguments = (number, started)
+            threading.Thread(target=target, args=arguments, name=f"{name} lane {number}", daemon=True).start()
 
     def _place(self, number: int, leader: int) -> None:
         name = name_of(self._state, number)
@@ -293,7 +296,7 @@ class Fleet:
         if number in self._processes:
             _end(self._processes[number].process)
 
-    def _tell(self, number: int, effect: events.Effect | Where | Refresh) -> None:
+    def _tell(self, number: int, effect: Told) -> None:
         if number in self._processes:
             self._processes[number].told.put(effect)
 

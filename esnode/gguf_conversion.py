@@ -65,7 +65,7 @@ def _write(source: Path, folder: Path, architecture: str) -> None:
     with quiet(), redirect_stderr(io.StringIO()):  # the reader's own progress bar ignores every setting
         try:
             tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-            model = AutoModelForCausalLM.from_pretrained(
+            model: Any = AutoModelForCausalLM.from_pretrained(
                 source.parent, gguf_file=source.name, dtype=torch.float32, **options
             )
         except (ValueError, KeyError, NotImplementedError, ImportError) as error:

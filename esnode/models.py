@@ -166,7 +166,9 @@ def _has_template(folder: Path) -> bool:
 
 def _needs_no_code(folder: Path, config: dict[str, Any]) -> None:
     """Refuse what only runs with code from the checkpoint (law L8), and what is no causal language model."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers.models.auto.configuration_auto import (  # type: ignore[attr-defined]
+        CONFIG_MAPPING_NAMES,
+    )
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     kind = config.get("model_type")

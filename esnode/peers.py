@@ -35,6 +35,7 @@ from esnode.snapshotevents import (
     FetchSnapshot,
     PeerPoisoned,
     PeerReached,
+    StopFetch,
 )
 from protocol import keys, zmtp
 from protocol.peers import MOST_ADDRESSES
@@ -180,6 +181,16 @@ class Peers:
 
     # ------------------------------------------------------------ fetching
 
+    def perform(self, effect: FetchSnapshot | FetchEntries | StopFetch) -> None:
+        """What the core wants of peers."""
+        match effect:
+            case FetchSnapshot():
+                self.fetch(effect)
+            case FetchEntries():
+                self._gleaner.ask(effect, time.monotonic())
+            case StopFetch():
+                self.stop_fetch()
+
     def fetch(self, order: FetchSnapshot) -> None:
         """Begin a transfer; its events come out of `events`."""
         self.stop_fetch()
@@ -198,10 +209,6 @@ class Peers:
                 "home": str(self._room.home or ""),
             }
         )
-
-    def ask(self, order: FetchEntries) -> None:
-        """Ask a peer for ledger entries; its answer comes out of `events`."""
-        self._gleaner.ask(order, time.monotonic())
 
     def stop_fetch(self) -> None:
         """End the transfer; nothing more is said of it."""

@@ -93,7 +93,7 @@ def ask(engine: EngineThread, effect: events.Effect) -> None:
 
 
 def event_of(now: float, report: Report) -> events.Event:
-    """What the core hears of a report. (A broken engine is not for the core.)"""
+    """What the core hears of a report. (`Broken` and `Taken` are not for the core.)"""
     match report:
         case Generated(unit):
             return events.Generated(now, unit)

@@ -80,7 +80,7 @@ def settle(place: RunFolder, order: Order, tell: Tell) -> Lock:
     found = planfile.read(order.source) if order.source is not None else None
     if isinstance(found, Lock) and order.survivor is None:
         _from_lock(place, found, order)
-    elif found is not None and place.is_run and order.survivor is None:
+    elif isinstance(found, Plan) and place.is_run and order.survivor is None:
         _same_plan(place, found, order)
     if order.survivor is not None:
         _from_ledger(place, order.survivor, found, order)

@@ -16,25 +16,19 @@ FOLDER = click.argument("folder", type=click.Path(path_type=Path, file_okay=Fals
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
-class Duration(click.ParamType):
+def _seconds(context: click.Context, option: click.Parameter, text: str) -> int:
     """90s, 30m, 24h, 7d: seconds."""
-
-    name = "duration"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        found = re.fullmatch(r"(\d{1,6})([smhd])", str(value))
-        if found is None:
-            self.fail(f"{value!r} is no duration; write 90s, 30m, 24h or 7d", param, ctx)
-        return int(found[1]) * _UNITS[found[2]]
+    found = re.fullmatch(r"(\d{1,6})([smhd])", text)
+    if found is None:
+        raise click.BadParameter(f"{text!r} is no duration; write 90s, 30m, 24h or 7d", context, option)
+    return int(found[1]) * _UNITS[found[2]]
 
 
 @click.command()
 @FOLDER
 @click.option(
     "--expires",
-    type=Duration(),
+    callback=_seconds,
     default="24h",
     show_default=True,
     metavar="TIME",

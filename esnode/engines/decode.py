@@ -261,7 +261,8 @@ class Decoder:
         return count if count >= SHARED else 0
 
     def _new_cache(self) -> Any:
-        return DynamicCache(config=self.model.config)
+        config: Any = self.model.config
+        return DynamicCache(config=config)
 
     def _run(
         self,

@@ -45,7 +45,7 @@ class Packing:
             return
         self._packed = True  # first: `drop` must clean up after an interrupt
         for layer in self._linears:
-            layer.forward = _packed_product(layer, rows)  # type: ignore[method-assign]
+            layer.__dict__["forward"] = _packed_product(layer, rows)
 
     def drop(self) -> None:
         """Must follow every change of the weights: a packed copy does not see it."""

@@ -190,7 +190,8 @@ class ReplicaEngine(ABC):
         return self._replica.digest()
 
     def live(self, name: str) -> torch.Tensor:
-        """The live weights of one stored tensor, in its stored shape: the model's own memory."""
+        """The live weights of one stored tensor, in its stored shape: memory of a model in this process."""
+        assert isinstance(self._replica, Replica), "the model is in the ranks' processes"
         return self._replica.live(name)
 
     def read(self, name: str) -> np.ndarray:

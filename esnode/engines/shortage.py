@@ -19,7 +19,8 @@ import torch
 from esnode.memory import MemoryShort
 from protocol.errors import UserError, cut, first_line
 
-Given, Result = ParamSpec("Given"), TypeVar("Result")
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 # How allocators that have no exception of their own say it: torch on CPUs, CUDA's libraries, C++.
 WORDS = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED", "bad_alloc")
 WORDS_SHOWN = 120

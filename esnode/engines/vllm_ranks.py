@@ -104,8 +104,9 @@ class Ranks:
 
     def _end(self) -> str:
         """End what is left of the workers, in bounded time; what became of them, as a sentence."""
-        workers = [worker.proc for worker in self._engine.engine_core.engine_core.model_executor.workers]  # type: ignore[attr-defined]
-        self._engine.engine_core.shutdown()
+        core: Any = self._engine.engine_core
+        workers = [worker.proc for worker in core.engine_core.model_executor.workers]
+        core.shutdown()
         codes = [process.exitcode for process in workers]
         if EXIT_MEMORY in codes:
             what = f"rank {codes.index(EXIT_MEMORY)} of the vLLM engine ran out of memory"
@@ -158,7 +159,7 @@ class RankedReplica:
 
     def _compare(self) -> int:
         """D; notes what ranks hold differently, for `damaged`."""
-        states = self._ask("state")
+        states: list[tuple[int, dict[int, int]]] = self._ask("state")
         self._digest = sum(digest for digest, _ in states) % U64
         sums: dict[int, set[int]] = {}
         for _, shared in states:

@@ -183,7 +183,7 @@ def read_plain_weights() -> None:
 
     packed = utils.dispatch_cpu_unquantized_gemm
 
-    def dispatch(layer: nn.Module, remove_weight: bool) -> None:
+    def dispatch(layer: Any, remove_weight: bool) -> None:
         if layer.weight.ndim == 2:
             layer.cpu_linear = nn.functional.linear
         else:

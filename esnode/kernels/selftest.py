@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -204,12 +204,15 @@ def _updates(kernels: Kernels, step: Step, tid: int, region: Region, master: tor
         for k in range(2):
             bits = _law_update(bits, a, step, tid, region, narrow=dtype == torch.bfloat16)
             values = (bits << 16 if dtype == torch.bfloat16 else bits).astype(np.uint32).view(np.float32)
-            shares = _by_rows(
-                region, lambda start, n, part, v=values: np.array([noise.digest(v[part], tid, start)], object)
-            )
+            shares = _by_rows(region, partial(_share, values, tid))
             expected = _one(int(shares.sum()) % 2**64)
             yield f"run digest {k} of {dtype}, {where}", _one(digests[k]), expected
         yield f"run update of {dtype}, {where}", _bits(state), bits
+
+
+def _share(values: np.ndarray, tid: int, start: int, count: int, part: slice) -> np.ndarray:
+    """The digest of one row, in a form that can be joined."""
+    return _one(noise.digest(values[part], tid, start))
 
 
 def _law_update(
