@@ -61,17 +61,19 @@ def step(state: State, event: Event) -> tuple[State, tuple[Effect, ...]]:
     """The node's answer to one event: its next state and the effects to perform in order."""
     if state.stopped:
         return state, ()
-    turn = Turn(_at(state, event))
+    turn = Turn(state)
+    _mind_time(turn, event)
     _ON_EVENT[type(event)](turn, event)
     if not turn.state.stopped:
         _go_on(turn)
     return turn.state, tuple(turn.effects)
 
 
-def _at(state: State, event: Event) -> State:
+def _mind_time(turn: Turn, event: Event) -> None:
     """Time never goes back: after a clock that jumps back it goes on from where it was."""
+    state = turn.state
     slip = 0.0 if isinstance(event, Started) else max(state.slip, state.now - event.now)
-    return replace(state, now=event.now + slip, slip=slip)
+    turn.set(now=event.now + slip, slip=slip)
 
 
 # ---------------------------------------------------------------- start, time, leaving

@@ -7,8 +7,11 @@ and message handlers ask. Called by `node.py` and `inbox.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
+
+import msgspec
+import msgspec.structs
 
 from esnode.catchup import Catch, Held
 from esnode.events import About, CancelUnit, Effect, Note, Send, Stop
@@ -97,15 +100,14 @@ class Sources:
     open: bool = False  # and it has not answered
 
 
-@dataclass(frozen=True, slots=True)
-class State:
+class State(msgspec.Struct, frozen=True):
     """All a node knows; a value: neither it nor anything in it is changed in place."""
 
     lock: Lock
     about: About
     now: float = 0.0
     slip: float = 0.0  # seconds the shell's clock has jumped back
-    chain: Chain = field(default_factory=Chain)
+    chain: Chain = msgspec.field(default_factory=Chain)
     applied: int = 0  # entries the master reflects
     digest: int = 0  # D of the master
     ms: int = 0  # the last apply
@@ -182,7 +184,7 @@ class Turn:
         self.effects: list[Effect] = []
 
     def set(self, **changes: Any) -> None:
-        self.state = replace(self.state, **changes)
+        self.state = msgspec.structs.replace(self.state, **changes)
 
     def do(self, effect: Effect) -> None:
         self.effects.append(effect)

@@ -18,12 +18,15 @@ SPARE = 128  # kinds of counters, kept refusals, units told
 EVIDENCE = 256  # units whose scores a node keeps, or all of three rounds if they are more
 GROWS = {"history", "scores", "chain"}  # one element per round or entry: the run itself
 SIZED = {tuple, list, dict, set, frozenset}
+SCALAR = {"int", "float", "bool", "str", "bytes", "None"}
 WHOLE = {"lock", "ops", "about", "key"}
 
 
 @lru_cache(maxsize=64)
 def _sized(kind: type) -> tuple[str, ...]:
-    return tuple(name for name in kind.__annotations__ if name not in GROWS | WHOLE)
+    """The fields that may hold collections."""
+    kinds = {name: set(str(what).split(" | ")) for name, what in kind.__annotations__.items()}
+    return tuple(name for name, what in kinds.items() if name not in GROWS | WHOLE and not what <= SCALAR)
 
 
 def _over(what: Any, limit: int, **special: int) -> str:

@@ -109,6 +109,16 @@ def reward(live: Weights, split: str, prompt: int) -> float:
     return 0.5 + 0.5 * math.tanh(value)
 
 
+@lru_cache(maxsize=4096)  # of these two: many nodes ask for the same
+def _noise(seed: int) -> NDArray[np.int32]:
+    return noise.integers(seed, KEY, 0, SIZE)
+
+
+@lru_cache(maxsize=256)
+def _sum(member_seeds: tuple[int, ...], c: tuple[int, ...]) -> NDArray[np.int32]:
+    return noise.weighted_sum(member_seeds, c, KEY, 0, SIZE)
+
+
 def measure(lock: Lock, master: Weights, unit: Unit, sigma: float | None = None) -> Outcome:
     """Evaluate a unit on a master: what an honest node answers. `sigma`: None for the lock's."""
     if unit.kind == Kind.PROBE:
@@ -116,7 +126,7 @@ def measure(lock: Lock, master: Weights, unit: Unit, sigma: float | None = None)
         prompts = tuple(range(lock.heldout_prompts))
     else:
         seed = seeds.member_seed(lock.run_id, unit.round, unit.member, lock.mirrored)
-        m = noise.integers(seed, KEY, 0, SIZE)
+        m = _noise(seed)
         sign = seeds.member_sign(unit.member, lock.mirrored)
         scale = lock.sigma_at(unit.round) if sigma is None else sigma
         live, split = noise.perturb(master, m, scale, sign, lock.live_dtype), "train"
@@ -181,8 +191,7 @@ class Replica:
         for entry in entries:
             step = step_of(self.lock, entry)
             if step is not None:
-                a = noise.weighted_sum(step.seeds, step.c, KEY, 0, SIZE)
-                self.master = noise.update(self.master, a, step.shift)
+                self.master = noise.update(self.master, _sum(step.seeds, step.c), step.shift)
                 self.written = self.digest
                 if entry.hash == self.errs:
                     self.flip(5, 3, seen=False)
@@ -217,5 +226,5 @@ class Truth:
         for member, c in zip(body.members, found.c, strict=True):
             sign = seeds.member_sign(member.index, lock.mirrored)
             seed = seeds.member_seed(lock.run_id, round, member.index, lock.mirrored)
-            a += sign * c * noise.integers(seed, KEY, 0, SIZE).astype(np.int64)
+            a += sign * c * _noise(seed).astype(np.int64)
         return noise.update(master, a.astype(np.int32), found.shift)

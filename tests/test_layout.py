@@ -102,7 +102,7 @@ PURE: dict[str, set[str]] = {
     "esnode/evidence.py": set(),
     "esnode/inbox.py": set(),
     "esnode/node.py": set(),
-    "esnode/nodestate.py": set(),
+    "esnode/nodestate.py": {"msgspec"},
     "esnode/pausing.py": set(),
     "esnode/policy.py": set(),
     "esnode/proof.py": set(),
