@@ -98,8 +98,8 @@ def unheard(state: State) -> list[str]:
 
 def witnessed(state: State) -> Verdict:
     """Whether D of the open round's state may be signed, and why (not)."""
-    if state.proof.dispute is not None:
-        return Verdict(False, claims.pending(state.proof.dispute, state.nodes, state.now))
+    if (dispute := state.proof.dispute) is not None:
+        return Verdict(False, claims.pending(state.proof, dispute, state.nodes, state.now))
     if state.digest is not None:
         return Verdict(True, state.witness)
     late = unheard(state) if len(state.proof.words) == 1 else []

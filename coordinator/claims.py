@@ -31,7 +31,7 @@ class Dispute(msgspec.Struct, frozen=True):
     digests: Mapping[bytes, tuple[int, ...]] = {}  # CURVE key -> digests of its pieces, as they come in
     pieces: tuple[int, ...] = ()  # that differ and are re-derived; () while not located
     confirmed: Mapping[int, str] = {}  # D that replay gave -> who says so
-    repaired: frozenset[bytes] = frozenset()  # who changed
+    repaired: Mapping[bytes, int] = {}  # CURVE key of who changed -> how often
     answers: Mapping[bytes, Rederived] = {}
     asked: Mapping[bytes, tuple[float, float]] = {}  # CURVE key -> when first and when last
     base: int = 0  # 1: replay goes from the base now, checkpoints have confirmed two sides
@@ -141,9 +141,10 @@ def witnessed(
     return Verdict(False, f"one node has told its digest, {', '.join(sorted(others)[:3])} not yet")
 
 
-def pending(dispute: Dispute, nodes: Mapping[bytes, Node], now: float) -> str:
+def pending(proof: Proof, dispute: Dispute, nodes: Mapping[bytes, Node], now: float) -> str:
     """Why D cannot be signed while replay decides: how long it has, and for whom it waits."""
-    asked = sorted(nodes[key].name for key in dispute.asked if key in nodes)
+    waiting = (key for key in dispute.asked if proof.words.get(key) not in dispute.confirmed)
+    asked = sorted(nodes[key].name for key in waiting if key in nodes)
     words = f"two digests of this state, replay decides since {now - dispute.opened:.0f} s"
     return f"{words}, {', '.join(asked)} to answer" if asked else words
 

@@ -150,7 +150,7 @@ def _pursue(turn: Turn) -> None:
     alive = sum(bool(keys) for keys in found.values())
     for keys in open_sides.values():
         # one speaks for its side until one of them is found at fault
-        asked = keys if dispute.repaired & set(keys) else keys[:1]
+        asked = keys if dispute.repaired.keys() & set(keys) else keys[:1]
         for key in asked:
             _ask(turn, key, alone=alive < 2)
 
@@ -179,13 +179,15 @@ def _let_go(turn: Turn) -> None:
         proof = turn.proof
         dispute = proof.dispute
         assert dispute is not None
+        if proof.words[key] in dispute.confirmed:
+            continue  # it answers no question any more that was put before
         node = turn.nodes.get(key)
         first, _ = dispute.asked.get(key, (turn.now, 0.0))
         limit = claims.patience(turn.state, dispute, key)
         if there(node, turn.now) and turn.now - first > limit:
             _strike(turn, key, f"it has not answered in a dispute for {limit:.0f} s")
             node = turn.nodes[key]
-        if not there(node, turn.now) and proof.words[key] not in dispute.confirmed:
+        if not there(node, turn.now):
             words = {other: digest for other, digest in proof.words.items() if other != key}
             turn.set(proof=replace(proof, words=words, dispute=replace(dispute, forced=True)))
 
@@ -201,7 +203,7 @@ def _ask(turn: Turn, key: bytes, *, alone: bool) -> None:
     reason = _reason(turn, key)
     held = dispute.digests.get(key, ())
     if alone or key in dispute.repaired or dispute.forced:
-        question = Rederive(dispute.commits, (), reason, 1)
+        question = Rederive(dispute.commits, (), reason, 1 + dispute.repaired.get(key, 0))
     elif dispute.pieces:
         question = Rederive(dispute.commits, dispute.pieces, reason, dispute.base)
     elif len(held) < len(pieces_of(turn.lock)):
@@ -296,16 +298,14 @@ def on_rederived(turn: Turn, peer: bytes, message: Rederived) -> None:
     _blame(turn, peer, message.commits, "; ".join(wrong[:2]) + f" ({message.by})")
     proof = turn.proof
     dispute = proof.dispute or Dispute(message.commits, turn.now, forced=True)
-    supports = message.digest in sides(
-        {key: digest for key, digest in proof.words.items() if key != peer}, state.chain.digest
-    )
+    others = sides({key: word for key, word in proof.words.items() if key != peer}, state.chain.digest)
     confirmed = dict(dispute.confirmed)
-    if supports or not message.pieces:
+    if message.digest in others or not (message.pieces or others):  # else it may err in its replay, too
         confirmed[message.digest] = name
     dispute = replace(
         dispute,
         confirmed=confirmed,
-        repaired=dispute.repaired | {peer},
+        repaired={**dispute.repaired, peer: dispute.repaired.get(peer, 0) + 1},
         answers={**dispute.answers, peer: message},
         digests={key: row for key, row in dispute.digests.items() if key != peer},
         asked={key: when for key, when in dispute.asked.items() if key != peer},

@@ -85,7 +85,8 @@ class Proof:
     damaged: tuple[str, ...] = ()  # tensors to be healed
     mend: Proved | None = None  # pieces to be overwritten
     mending: bool = False  # the engine does it
-    answer: Rederived | None = None  # the last one, told again when asked again
+    answered: Rederive | None = None  # the last one that was
+    answer: Rederived | None = None  # how: told again when asked again
     report: Rederived | None = None  # damage found here
     contradicted: int = 0  # 1 + first round whose stated D this replica does not have, 0 for none
 

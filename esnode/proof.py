@@ -58,12 +58,15 @@ def on_digested(turn: Turn, event: Digested) -> None:
         turn.send(TensorDigests(ask.commits, ask.first, total, part))
 
 
+def _same(one: Rederive, other: Rederive) -> bool:
+    """Whether it is the same question, in whatever words."""
+    return (one.commits, one.pieces, one.base) == (other.commits, other.pieces, other.base)
+
+
 def on_rederive(turn: Turn, message: Rederive) -> None:
     proof = turn.state.proof
-    last = proof.answer
-    again = last is not None and (last.commits, last.pieces) == (message.commits, message.pieces)
-    if last is not None and again and not (message.base and last.since):
-        return turn.send(last)
+    if proof.answer is not None and proof.answered is not None and _same(proof.answered, message):
+        return turn.send(proof.answer)
     if proof.question is not None or not _settled(turn, message.commits):
         return
     if any(piece >= len(pieces_of(turn.state.lock)) for piece in message.pieces):
@@ -108,7 +111,7 @@ def _answer(turn: Turn, held: tuple[int, ...], derived: tuple[int, ...], since: 
         reason=question.reason,
         since=since,
     )
-    _set(turn, question=None, answer=answer)
+    _set(turn, question=None, answered=question, answer=answer)
     if held != derived:
         what = "this replica was at fault and is mended"
         turn.note("dispute", what=what, digest=f"{state.digest:016x}", since=since)

@@ -262,7 +262,7 @@ class Rederive(Message, frozen=True):
     commits: int
     pieces: tuple[int, ...]
     reason: str
-    base: int  # not 0: from the base, whatever checkpoint there is
+    base: int  # not 0: from the base, whatever checkpoint there is; another number is another question
 
 
 class Rederived(Message, frozen=True):

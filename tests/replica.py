@@ -158,10 +158,10 @@ def _prompts(lock: Lock, round: int) -> tuple[int, ...]:
 class Replica:
     """One node's master."""
 
-    def __init__(self, lock: Lock, errs: bytes | None = None) -> None:
-        """`errs`: the hash of the entry whose update comes out with a wrong bit."""
+    def __init__(self, lock: Lock, errs: bytes | None = None, weight: int = 5) -> None:
+        """`errs`: the hash of the entry whose update comes out with a wrong bit, in this weight."""
         self.lock = lock
-        self.errs = errs
+        self.errs, self.weight = errs, weight
         self.master = base()
         self.written = self.digest  # D of what was written last
 
@@ -194,7 +194,7 @@ class Replica:
                 self.master = noise.update(self.master, _sum(step.seeds, step.c), step.shift)
                 self.written = self.digest
                 if entry.hash == self.errs:
-                    self.flip(5, 3, seen=False)
+                    self.flip(self.weight, 3, seen=False)
             digests.append(self.written)
         return tuple(digests)
 

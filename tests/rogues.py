@@ -6,6 +6,7 @@ that insists is a machine whose kernel errs at one update, in every replay. Call
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import partial
 
@@ -18,6 +19,7 @@ LOOK = 0.5  # seconds between the operator's looks
 REPLACED = 2.0  # seconds until he has taken a machine away
 BOTH = "replay confirms both"
 SILENT = "has not answered in a dispute"
+SIDE = re.compile(r"([\w-]+) has [^(]*\(D ([0-9a-f]{16});")
 LONGEST = 150.0  # seconds a dispute may last with somebody silent in it
 
 
@@ -47,7 +49,7 @@ def insist(world: World, name: str, at: float) -> None:
     def look() -> None:
         words = world.coordinator.stopped
         if words is not None and BOTH in words[0]:
-            require(name in words[0], f"{name} insists, and the last words name others: {words[0]}")
+            _names(world, name, words[0])
             world.lose(name, world.now)
             return world.restart(world.now + REPLACED)
         if not world.checkers.ended:
@@ -61,6 +63,15 @@ def insist(world: World, name: str, at: float) -> None:
     world.at(at, err)
     world.at(at, look)
     world.must.append(told)
+
+
+def _names(world: World, name: str, words: str) -> None:
+    """The last words name who insists, and nobody else with a digest that is not the state's."""
+    master = world.checkers.tree.known[world.coordinator.state.chain.tip].master
+    right = f"{digest_of(master):016x}"
+    sides = dict(SIDE.findall(words))
+    wrong = {node for node, digest in sides.items() if digest != right}
+    require(wrong == {name} and len(sides) == 2, f"{name} insists, the last words name {sides} for {right}")
 
 
 def fall_silent(world: World, name: str) -> None:

@@ -101,7 +101,7 @@ class SimNode(Actor):
         return self.invite is not None and not self.disk.enrolled
 
     def _work(self) -> None:
-        self.replica = Replica(self.world.lock, self.errs)
+        self.replica = self._fresh()
         self.state = node.new(self.world.lock, self._about())
         self.jobs, self.using = {}, set()
         self.step(started(self))
@@ -196,7 +196,7 @@ class SimNode(Actor):
                 self.larder.stop()
             case pe.Heal(entries):
                 self._still()
-                self.derived = Replica(world.lock, self.errs)
+                self.derived = self._fresh()
                 self.derived.apply(entries)
                 self.later(0.1, self._overwrite)
             case pe.Mend():
@@ -232,6 +232,10 @@ class SimNode(Actor):
 
     # ------------------------------------------------------------ the engine
 
+    def _fresh(self) -> Replica:
+        """A master at the start of the run. No two machines err in the same weight."""
+        return Replica(self.world.lock, self.errs, list(self.world.nodes).index(self.name))
+
     def _still(self) -> None:
         require(not self.using, f"{self.name} moves weights under a running unit")
 
@@ -241,8 +245,8 @@ class SimNode(Actor):
             return self.later(0.01, lambda: self.step(pe.Damaged(self.clock, None, (NAME,))))
         if self.wrong:
             self.wrong = False
-            self.replica.errs = entries[-1].hash
             self.errs = entries[-1].hash if self.insists else None
+            self.replica.errs = entries[-1].hash
         digests = self.replica.apply(entries)
         for entry, digest in zip(entries, digests, strict=True):
             self.world.checkers.replica(entry, digest, self.name)
@@ -252,7 +256,7 @@ class SimNode(Actor):
     def _rewind(self, entries: tuple[Entry, ...]) -> None:
         self._still()
         loaded = self.larder.load(entries)
-        height, self.replica = 0, Replica(self.world.lock, self.errs)
+        height, self.replica = 0, self._fresh()
         if loaded is not None:
             height, file = loaded
             self.replica.write(file.master)
@@ -262,7 +266,7 @@ class SimNode(Actor):
     def _prove(self, effect: pe.Prove) -> None:
         """The master is one piece."""
         held, entries, since = (self.replica.digest,), effect.entries, 0
-        self.derived = Replica(self.world.lock, self.errs)
+        self.derived = self._fresh()
         found = None if effect.base else self.larder.load(entries, stated=True)
         if found is not None:
             height, file = found

@@ -9,11 +9,11 @@ import pytest
 import coordinator.events as ce
 from coordinator import claims, machine
 from protocol.entries import CommitBody
-from protocol.messages import Applied, Bye, DigestAsk, Rederive, Rederived, Refuse, TensorDigests
+from protocol.messages import Applied, Bye, DigestAsk, Rederive, Rederived, Refuse, Release, TensorDigests
 from tests.desk import Desk, hello, key_of
 from tests.world import World
 
-RIGHT, WRONG = 77, 78
+RIGHT, WRONG, OTHER = 77, 78, 79
 
 
 def second_round(*names: str, **options: Any) -> Desk:
@@ -202,6 +202,36 @@ def test_who_vanishes_in_a_dispute_leaves_the_other_to_a_whole_rebuild() -> None
     assert desk.state.digest == RIGHT and desk.state.proof.dispute is None
 
 
+def test_a_rebuild_that_errs_is_asked_for_again_and_confirms_nothing() -> None:
+    """Seed 4003: the other side had gone, and the first who rebuilt its whole master erred in that."""
+    desk = second_round("a", "b", "c")
+    for name, digest in (("a", WRONG), ("b", RIGHT), ("c", RIGHT)):
+        desk.applied(name, digest)
+    desk.say("a", Release("its owner needs it"))
+    desk.tick(5.0)
+    assert [(m.pieces, m.base) for m in desk.sent(Rederive, "b")] == [((), 1)]
+    rederived(desk, "b", RIGHT, OTHER, pieces=())
+    assert [(m.pieces, m.base) for m in desk.sent(Rederive, "b")] == [((), 2)], "nobody else has that"
+    assert desk.sent(Rederive, "c")
+    rederived(desk, "c", RIGHT, RIGHT, pieces=())
+    assert desk.stop is None and desk.state.proof.dispute is not None
+    rederived(desk, "b", OTHER, RIGHT, pieces=())
+    assert desk.stop is None and desk.state.proof.dispute is None and desk.state.digest == RIGHT
+    assert desk.state.faults[key_of("b")].count == 2
+
+
+def test_a_rebuild_that_comes_out_wrong_twice_is_a_side() -> None:
+    desk = second_round("a", "b", "c")
+    for name, digest in (("a", WRONG), ("b", RIGHT), ("c", RIGHT)):
+        desk.applied(name, digest)
+    desk.say("a", Release("its owner needs it"))
+    desk.tick(5.0)
+    rederived(desk, "b", RIGHT, OTHER, pieces=())
+    rederived(desk, "c", RIGHT, RIGHT, pieces=())
+    rederived(desk, "b", OTHER, OTHER, pieces=())
+    assert desk.stop is not None and "replay confirms both" in desk.stop.reason
+
+
 def test_a_digest_that_contradicts_what_is_signed_leads_to_replay_and_then_to_a_stop() -> None:
     """The ledger's word is a side without nodes: only replay can take its part."""
     desk = Desk()
@@ -318,6 +348,20 @@ def test_who_has_answered_is_not_sent_away_because_another_is_silent() -> None:
         desk.tick(2.0)
     assert desk.state.nodes[key_of("a")].left and not desk.state.nodes[key_of("b")].left
     assert key_of("b") not in desk.state.faults
+
+
+def test_whose_side_another_has_confirmed_is_not_sent_away_for_an_answer_it_still_owes() -> None:
+    """Seed 13123: of three sides two were asked; one changed to the third's, which then waited in vain."""
+    desk = disputed("a", "b", "c")
+    desk.applied("c", OTHER)
+    desk.say("c", TensorDigests(1, 0, 1, (OTHER,)))
+    rederived(desk, "a", WRONG, RIGHT)
+    for _ in range(60):
+        for name in "abc":
+            desk.beat(name)
+        desk.tick(2.0)
+    assert desk.state.nodes[key_of("c")].left and not desk.state.nodes[key_of("b")].left
+    assert desk.state.digest == RIGHT and key_of("b") not in desk.state.faults
 
 
 def test_a_node_of_many_faults_is_not_let_in_until_the_operator_says_so() -> None:

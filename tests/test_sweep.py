@@ -28,6 +28,8 @@ KNOWN_BAD: dict[int, str] = {
     104179: "a node held a member whole and in chunks, from two coordinators: a take-over made one lease two",
     636388387: "a retired coordinator told machines to stop after the operator had chosen: simulator",
     202534: "a forced successor adopted entries, signed, and took a node with one more for its copy",
+    4003: "a machine erred in the rebuild that a dispute asked of it: the run stopped",
+    13123: "a node whose side another had confirmed was sent away for an answer it owed",
     68: "a torn ledger file under a running node was a fault of the simulator itself",
 }
 FIXED = range(40)
