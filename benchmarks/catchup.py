@@ -167,7 +167,7 @@ def replay(parameters: int, rounds: int) -> dict[str, Any]:
     from esnode.replica import Replica
     from esnode.slicemap import build
     from esnode.state import DTYPES
-    from protocol.ledger import step_of
+    from protocol.bodies import step_of
     from tests import tiny
 
     with tempfile.TemporaryDirectory() as folder:

@@ -66,8 +66,8 @@ def build(folder: Path, model: str, members: int, rounds: int, threads: int) -> 
     from esnode.folder import RunFolder
     from esnode.state import State
     from esnode.tell import silent
+    from protocol.chain import Chain
     from protocol.entries import Admission, CommitBody, LockBody, MemberReward, RosterBody, seal
-    from protocol.ledger import Chain
 
     plan = folder.parent / "join-bench.toml"
     folder.parent.mkdir(parents=True, exist_ok=True)

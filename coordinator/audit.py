@@ -230,6 +230,7 @@ def partners(evidence: Evidence, node: bytes, without: Collection[bytes] = ()) -
 
 
 def total(rows: Collection[Sums]) -> Sums:
+    """The evidence of several pairs together."""
     return sum(rows, Sums())
 
 

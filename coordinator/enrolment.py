@@ -2,7 +2,7 @@
 
 Pure. `Guests` is a fold over journal records and the ledger's roster entries, and at the same time what the
 gate needs to know about every key that knocks. Called by `state.py`, `roster.py` and, for the live list,
-`server.py`.
+`gate.py`.
 """
 
 from __future__ import annotations

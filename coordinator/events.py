@@ -123,6 +123,8 @@ Event: TypeAlias = (
 
 
 class TermTaken(msgspec.Struct, frozen=True):
+    """This coordinator has begun a term; `nonce` (8 bytes) names this start of it."""
+
     term: int
     nonce: bytes
 
@@ -145,6 +147,8 @@ class Recovery(msgspec.Struct, frozen=True):
 
 
 class EntryAppended(msgspec.Struct, frozen=True):
+    """A ledger entry of this coordinator, signed: its height and its bytes."""
+
     height: int
     raw: bytes
 
@@ -157,6 +161,8 @@ class ResultAccepted(msgspec.Struct, frozen=True, array_like=True):
 
 
 class UnitFailed(msgspec.Struct, frozen=True):
+    """A node could not evaluate a unit: it counts towards the void of its member."""
+
     evaluator: int
     unit: Unit
     reason: str
@@ -173,6 +179,8 @@ class AmendOrdered(msgspec.Struct, frozen=True):
 
 
 class InviteOpened(msgspec.Struct, frozen=True):
+    """An invite was made; `expires` is in unix seconds, `uses` how many keys it lets in."""
+
     number: int
     key: bytes  # the public half: the journal lets nobody in
     expires: int
@@ -238,10 +246,14 @@ Record: TypeAlias = (
 
 
 class Persist(msgspec.Struct, frozen=True):
+    """Write this record to the journal, flushed before any later effect."""
+
     record: Record
 
 
 class Send(msgspec.Struct, frozen=True):
+    """To the holder of this key; may be lost."""
+
     peer: bytes
     message: Message
 

@@ -1,8 +1,8 @@
 """The coordinator's journal: every record that must survive a crash, flushed before anything is said.
 
 Shell. Lives here: the SQLite file, its version stamp, the encoding of `coordinator.events` records, group
-commit, replay and pruning. Called by `server.py` only; nobody else opens the file, and SQLite's exclusive
-lock sees to that.
+commit, replay and pruning. Called by `server.py` and `heir.py` only; nobody else opens the file, and SQLite's
+exclusive lock sees to that.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from protocol import keys, plan, zmtp
 from protocol.errors import UserError
-from protocol.lock import LockError, lock_from_bytes
-from protocol.plan import Lock, Ops
+from protocol.lock import Lock, LockError, lock_from_bytes
+from protocol.plan import Ops
 
 ADDRESS = "address"
 PUBLIC_KEY = "curve.pub"

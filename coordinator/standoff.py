@@ -13,6 +13,7 @@ from protocol.pieces import pieces_of
 
 
 def stop_ledger(turn: Turn, dispute: Dispute, right: int, stated: int) -> None:
+    """Replay from the base contradicts a digest that is signed already."""
     stop_with(
         turn,
         f"the ledger states digest {stated:016x} after {dispute.commits} rounds, replay from the base gives "
@@ -21,6 +22,7 @@ def stop_ledger(turn: Turn, dispute: Dispute, right: int, stated: int) -> None:
 
 
 def stop_with(turn: Turn, sentence: str) -> None:
+    """Stop the run with a sentence and how to go on."""
     turn.stop(sentence + "Go on with `esnode fork` from the last round that `esnode verify` finds right", 1)
 
 
@@ -46,4 +48,5 @@ def stop_both(turn: Turn, dispute: Dispute, won: Sequence[int]) -> None:
 
 
 def names(turn: Turn, keys: Sequence[bytes]) -> list[str]:
+    """Of the first four nodes; the beginning of the key where one is not on the list."""
     return [turn.allowed.get(key, key.hex()[:8]) for key in keys[:4]]

@@ -115,6 +115,7 @@ class Turn:
 
     @property
     def allowed(self) -> Mapping[bytes, str]:
+        """Keys on the list, and the names of their holders."""
         return self.guests.allowed
 
     @property
@@ -139,6 +140,7 @@ class Turn:
             self._judge_the_end()
 
     def set_node(self, node: Node) -> None:
+        """Put a changed node in the place of the one with its key."""
         if self._own is None:
             self.nodes = self._own = dict(self.nodes)
         self._own[node.key] = node

@@ -31,6 +31,7 @@ MAX_NOTE = 200  # characters of a node's words that are kept
 
 
 def on_result(turn: Turn, peer: bytes, result: Result) -> None:
+    """Judge a result, journal what counts, and answer it: every result gets an Ack."""
     node = turn.nodes[peer]
     verdict = rounds.judge(turn.lock, turn.round, result)
     if verdict.kind == "ok" and node.number is None:
@@ -123,6 +124,7 @@ def _useful(turn: Turn, key: bytes, unit: Unit) -> bool:
 
 
 def on_failed(turn: Turn, peer: bytes, message: Failed) -> None:
+    """A node gives a unit back: it goes to another node, or its member is void."""
     if turn.take(peer, message.unit) is None:
         return  # said twice, or about a unit that was taken back
     _tally(turn, peer, "failed")

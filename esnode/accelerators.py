@@ -1,6 +1,7 @@
 """The GPU of this machine: whether torch can use it, and if not, why, in one sentence.
 
-Called by the engines' loaders, `workshop.py`, `join.py` and `doctor.py`. Imports torch only inside functions.
+Called by the engines' loaders, `devices.py`, `workshop.py` and `doctor.py`. Imports torch only inside
+functions.
 """
 
 from __future__ import annotations

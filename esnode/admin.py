@@ -1,6 +1,6 @@
 """Asking a coordinator on this machine, through the administration socket in its run folder.
 
-The listening side is `coordinator/admin.py`. Called by the command line and by `run.py`.
+The listening side is `coordinator/admin.py`. Called by the command line, `run.py` and `standing.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The runs a fork descends from: their ledgers, checked against each lock that names them.
 
 A parent's ledger lies in the fork's folder as parents/RUNID.ledger, and so do those of the parent's own
-ancestors. Called by `rebuild.py` and `workshop.py`; needs no torch.
+ancestors. Called by `rebuild.py`, `fork.py` and `workshop.py`; needs no torch.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from protocol import ledger
+from protocol.chain import BrokenChain, Chain, check_fork
 from protocol.errors import UserError
-from protocol.ledger import BrokenChain, Chain, check_fork
 from protocol.lock import Lock
 
 

@@ -1,8 +1,8 @@
 """Where a node's ledger stands among others: what it gives away of it, and how it leaves a dead branch.
 
 Pure: protocol and the node's pure modules only. Lives here: the answer to Fetch, the look at a second entry
-for a height it holds, and the return to the last entry shared with a successor's ledger. Called by
-`inbox.py`.
+for a height it holds, and the return to the last entry shared with a successor's ledger. Called by `inbox.py`
+and `sources.py`.
 """
 
 from __future__ import annotations

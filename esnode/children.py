@@ -2,7 +2,7 @@
 
 Each child runs on a leash (see `leash.py`), in its own session, so that Ctrl-C reaches only the parent, which
 then asks the children one by one. Exit code 0 means done, 1 a refusal in words (never retried), everything
-else a crash. Called by `run.py`.
+else a crash. Called by `run.py`; whoever starts another process of ours takes `importable`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One conversation with a coordinator before the node exists: connect, ask, hear the answer or the reason.
 
 Shell. Whatever goes wrong is one sentence within ten seconds. Several addresses are tried at the same time;
-the first that proves the coordinator's key is used. Called by `join.py` and `fetch.py`.
+the first that proves the coordinator's key is used. Called by `enrol.py`, `fetch.py` and `mending.py`.
 """
 
 from __future__ import annotations

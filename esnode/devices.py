@@ -1,7 +1,7 @@
 """Which GPUs a node works on, and that no other node of this user does.
 
 Lives here: `--gpus` and `--lanes` as a list of lanes, and a lock file per device. Imports torch only to
-count. Called by `cli/options.py` and `daemon.py`.
+count. Called by `cli/options.py`, `cli/run.py`, `daemon.py`, `fleet.py` and `gpugroups.py`.
 """
 
 from __future__ import annotations

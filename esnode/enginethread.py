@@ -1,7 +1,7 @@
 """The one thread that changes the engine: it does what the core asks, one thing at a time, and reports back.
 
 Shell. Evaluations end early between two decode steps when they are cancelled; scores come in from a thread of
-their own, beside the next command. Called by `daemon.py`; everything here is written by one side and read by
+their own, beside the next command. Called by `reports.py`; everything here is written by one side and read by
 the other, so no lock is needed beyond the queues.
 """
 
@@ -21,8 +21,8 @@ from esnode.checkpoint import Saved
 from esnode.engines.interface import Cancelled, EngineEnded
 from esnode.events import About, Outcome
 from esnode.replay import DamagedMaster
+from protocol.entries import Entry
 from protocol.errors import UserError
-from protocol.ledger import Entry
 from protocol.messages import Unit
 
 REASON_CHARACTERS = 400  # of a failure, as it travels to the coordinator

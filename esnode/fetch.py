@@ -1,7 +1,8 @@
 """What a joined node gets from the coordinator before it can work: the lock and the task's data.
 
 Shell. Both come as blobs that are known by their digest, one part at a time; what does not have that digest
-is never used. A cut transfer goes on where it stopped. Code never travels. Called by `join.py`.
+is never used. A cut transfer goes on where it stopped. Code never travels. Called by `join.py` and
+`mending.py`.
 """
 
 from __future__ import annotations

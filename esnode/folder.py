@@ -1,6 +1,6 @@
 """A run's folder: its paths, who may use it now, and files that a power cut leaves whole.
 
-Called by `run.py`, `report.py`, `fork.py` and the commands that take a folder. Knows nothing of models.
+Called by whatever reads or writes one. Knows nothing of models.
 """
 
 from __future__ import annotations

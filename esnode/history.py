@@ -1,8 +1,8 @@
 """What a run achieved, read from its ledger; and what it cost, read from the coordinator's metrics.
 
 Lives here: plain numbers for the reports and views, no drawing. A ledger alone gives rewards and held-out
-scores; times, tokens and bytes need the run's folder. Called by `report.py`, `progress.py`, `run.py` and
-`cli/ledger.py`.
+scores; times, tokens and bytes need the run's folder. Called by `report.py`, `progress.py`, `board.py`,
+`finish.py`, `run.py` and `cli/ledger.py`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from esnode.folder import RunFolder
+from protocol.chain import Chain
 from protocol.entries import CommitBody, Entry, EntryKind, MalformedEntry, ScoreBody, parse, split
-from protocol.ledger import MAGIC, Chain
+from protocol.ledger import MAGIC
 from protocol.lock import Lock
 from protocol.shaping import mean_and_std
 
@@ -181,6 +182,7 @@ class Tail:
         self._offset = 0
 
     def new(self) -> list[dict[str, Any]]:
+        """The rows of those lines; none while there is no file."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self._offset)

@@ -1,7 +1,8 @@
 """Connections from a receiver to donors: direct ones, and the one through the relay.
 
-Shell. Lives here: DEALER sockets with the donor's key pinned, and in words why a way does not come about;
-and the lines both peer processes write for the daemon. Called by `receiver.py`, `donor.py` and `salvage.py`.
+Shell. Lives here: DEALER sockets with the donor's key pinned, and in words why a way does not come about; and
+the lines both peer processes write for the daemon. Called by `receiver.py`, `donor.py`, `gleaner.py` and
+`salvage.py`.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Shell. Lives here: encryption with the coordinator's key pinned, non-blocking sends, byte counts, and the
 reading of socket events that tells "nobody listens there" from "wrong key" and "not admitted". Called by
-`daemon.py` from one thread. What cannot leave at once is dropped: the node's core says everything again
-when it matters.
+`daemon.py` and `contact.py`, each from one thread. What cannot leave at once is dropped: the node's core says
+everything again when it matters.
 """
 
 from __future__ import annotations

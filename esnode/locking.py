@@ -2,7 +2,8 @@
 
 `resolve` does it once, where the run is started; every step is told. `prepare` and `scorer` do it on every
 node, and refuse in one sentence what would silently make a node's rewards differ: other data, other scorer
-code, other package versions, other token ids. Called by `begin.py`, `planfile.py`, `fork.py`, `workshop.py`.
+code, other package versions, other token ids. Called by `begin.py`, `planfile.py`, `fork.py`, `evaluate.py`,
+`bench.py` and `workshop.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """How much memory there is, and whether a replica fits: told before anything is allocated.
 
-Called by the engines' loaders, `fleet.py` and `doctor.py`. Linux: /proc and cgroup limits; elsewhere unknown.
+Called by the engines' loaders, `placement.py`, `hostmaster.py`, `fleet.py` and `gpugroups.py`. Linux: /proc
+and cgroup limits; elsewhere unknown.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What a node keeps between two lives: its copy of the ledger and the highest term it ever answered.
 
 Shell. The folder is `DIR/nodes/NAME`, held by one process at a time. Entries are checked when they are read
-(hash links and signatures); what does not check is moved aside and fetched again. Called by `daemon.py`.
+(hash links and signatures); what does not check is moved aside and fetched again. Called by `daemon.py` and
+`join.py`.
 """
 
 from __future__ import annotations

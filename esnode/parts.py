@@ -1,6 +1,6 @@
 """One master in memory: of a stored tensor, or of the slice of it that a process holds; how it is made.
 
-May import torch. Called by `state.py`, `replica.py` and `rederive.py`.
+May import torch. Called by `state.py`, `replica.py`, `rederive.py` and `manifest.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A run while it lasts, as a picture in the terminal or a line per round; and bars for the steps around it.
 
 `view` and `line` are pure: from what the files and the coordinator say (`Snapshot`) to rich renderables.
-Called by `run.py`, `cli/run.py` and `cli/ledger.py`.
+Called by `run.py`, `finish.py` and the command line.
 """
 
 from __future__ import annotations

@@ -38,6 +38,7 @@ def _set(turn: Turn, **changes: Any) -> None:
 
 
 def on_digest_ask(turn: Turn, message: DigestAsk) -> None:
+    """Have the master read, unless it is moving: then the question comes again."""
     if not _settled(turn, message.commits):
         return
     if not message.first:
@@ -47,6 +48,7 @@ def on_digest_ask(turn: Turn, message: DigestAsk) -> None:
 
 
 def on_digested(turn: Turn, event: Digested) -> None:
+    """Answer the question the master was read for, or mend what turned out damaged."""
     ask = turn.state.proof.reading
     assert ask is not None
     _set(turn, reading=None)
@@ -64,6 +66,7 @@ def _same(one: Rederive, other: Rederive) -> bool:
 
 
 def on_rederive(turn: Turn, message: Rederive) -> None:
+    """Let replay speak on these pieces, or on the whole master. Asked again, it answers as before."""
     proof = turn.state.proof
     if proof.answer is not None and proof.answered is not None and _same(proof.answered, message):
         return turn.send(proof.answer)
@@ -163,6 +166,7 @@ def go_on(turn: Turn) -> bool:
 
 
 def on_mended(turn: Turn, event: Mended) -> None:
+    """Report what memory had damaged, or answer the question that replay was asked for."""
     proof, before = turn.state.proof, turn.state.digest
     _set(turn, mending=False, damaged=(), mend=None)
     turn.set(digest=event.digest)

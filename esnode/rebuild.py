@@ -1,8 +1,8 @@
 """From a ledger and the base model to the weights of any round, digests compared entry by entry.
 
-The library's front door: `open_ledger`, `at`, `verify`. Replay is exact, so what comes out has the same
-bits as the weights of the nodes that took part. Opening and checking a ledger needs no torch; rebuilding
-does, and loads it only then. Called by `run.py`, `fork.py`, `evaluate.py` and `cli/ledger.py`.
+The library's front door: `open_ledger`, `at`, `verify`. Replay is exact, so what comes out has the same bits
+as the weights of the nodes that took part. Opening and checking a ledger needs no torch; rebuilding does, and
+loads it only then. Called by `finish.py`, `fork.py`, `evaluate.py`, `standing.py` and `cli/ledger.py`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from esnode import ancestry
 from esnode.replay import WrongWeights, fold
 from esnode.tell import Tell, silent
 from protocol import ledger as ledger_file
+from protocol.chain import Chain
+from protocol.entries import Entry
 from protocol.errors import UserError
-from protocol.ledger import Chain, Damage, Entry
+from protocol.ledger import Damage
 from protocol.lock import Lock
 
 if TYPE_CHECKING:

@@ -21,7 +21,9 @@ from esnode.parts import master_of
 from esnode.snapshot import Reader
 from esnode.state import DTYPES
 from protocol import seeds
-from protocol.ledger import Chain, Entry, step_of
+from protocol.bodies import step_of
+from protocol.chain import Chain
+from protocol.entries import Entry
 from protocol.lock import Lock
 from protocol.pieces import Piece, pieces_of
 from protocol.shaping import Step

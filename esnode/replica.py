@@ -30,7 +30,7 @@ from protocol.lock import Lock, TensorSpec
 from protocol.pieces import Piece
 
 if TYPE_CHECKING:
-    from protocol.ledger import Chain
+    from protocol.chain import Chain
 
 
 class Replica:

@@ -1,6 +1,6 @@
 """What a run shows when it is over, or whenever somebody asks: a table and a plot.
 
-Works on any run folder, finished or not, and on any ledger alone. Called by `run.py` and `cli/ledger.py`.
+Works on any run folder, finished or not, and on any ledger alone. Called by `finish.py` and `cli/ledger.py`.
 """
 
 from __future__ import annotations

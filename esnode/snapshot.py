@@ -2,7 +2,7 @@
 
 Lives here: header, part hashes and root, writing (atomic) and reading (every part checked), as
 docs/snapshot-format.md describes them. Knows arrays of bytes, no torch and no engine, so that a donor can
-serve files without either. Called by `checkpoint.py`, `donor.py` and `receiver.py`.
+serve files without either. Called by `checkpoint.py`, `donor.py`, `receiver.py` and `rederive.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Where a run stands, running or not: the coordinator's own status, or what the folder's files say.
 
-Called by `cli/status.py`. Needs no torch.
+Called by `cli/status.py` and `progress.py`. Needs no torch.
 """
 
 from __future__ import annotations

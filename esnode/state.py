@@ -29,7 +29,7 @@ from protocol.pieces import Piece
 from protocol.seeds import U64
 
 if TYPE_CHECKING:
-    from protocol.ledger import Chain
+    from protocol.chain import Chain
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -368,6 +368,7 @@ class State:
         return manifest.image(tensor).reshape(tensor.shape)
 
     def require_whole(self) -> None:
+        """TornState while the masters are those of no round."""
         if self._torn:
             raise TornState("an update of the weights was interrupted half-way: load the replica again")
         if self._host is not None and not (self._host.whole and self._host.writes() == self._seen):

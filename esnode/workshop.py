@@ -1,7 +1,7 @@
 """The node's real workshop: model, prompts and scorer of a run's lock, for the engine thread.
 
-Called by `daemon.py` (its default loader). Everything that could differ from the run's lock is compared
-here, so that a node with another model, tokenizer, task file or scorer never says Hello.
+The loader that `nodeoptions.py` names by default. Everything that could differ from the run's lock is
+compared here, so that a node with another model, tokenizer, task file or scorer never says Hello.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from esnode.replay import DamagedMaster
 from esnode.scoring import Scorer
 from esnode.snapshot import SnapshotError
 from esnode.worker import Outcome, Worker
+from protocol.chain import Chain
+from protocol.entries import Entry
 from protocol.errors import UserError
-from protocol.ledger import Chain, Entry
 from protocol.lock import Lock
 from protocol.messages import Unit
 

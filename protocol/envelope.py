@@ -1,6 +1,6 @@
 """The frame a relay forwards: for (or from) whom, how much credit comes with it, and bytes it ignores.
 
-Pure. Used by `coordinator/relay.py`, `esnode/donor.py` and `esnode/receiver.py`.
+Pure. Called by `coordinator/relay.py`, `esnode/donor.py` and `esnode/lines.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The ledger file: a run's signed entries, one after the other, portable and checkable by anyone.
 
 Lives here: reading with damage located, and `LedgerFile`, which appends and repairs. The format is in
-docs/ledger-format.md. Entries are in `entries.py`, their rules in `chain.py`; both are reached through here.
+docs/ledger-format.md. Entries are in `entries.py`, their rules in `chain.py`. Called by the shells and
+whoever takes a ledger file.
 """
 
 from __future__ import annotations
@@ -11,68 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from protocol.bodies import step_of
-from protocol.chain import BrokenChain, Chain, check_fork
-from protocol.entries import (
-    COMPLETE,
-    GENESIS,
-    MAX_NAME,
-    MAX_REASON,
-    QUORUM,
-    Admission,
-    AmendBody,
-    Body,
-    CommitBody,
-    EndBody,
-    Entry,
-    EntryKind,
-    LockBody,
-    MalformedEntry,
-    MemberReward,
-    RosterBody,
-    ScoreBody,
-    parse,
-    public_key,
-    seal,
-    signed_by,
-    split,
-)
+from protocol.chain import BrokenChain, Chain
+from protocol.entries import EntryKind, MalformedEntry, parse, split
 from protocol.errors import UserError
-
-__all__ = [
-    "COMPLETE",
-    "GENESIS",
-    "MAGIC",
-    "MAX_NAME",
-    "MAX_REASON",
-    "QUORUM",
-    "Admission",
-    "AmendBody",
-    "Body",
-    "BrokenChain",
-    "Chain",
-    "CommitBody",
-    "Damage",
-    "EndBody",
-    "Entry",
-    "EntryKind",
-    "LedgerError",
-    "LedgerFile",
-    "LockBody",
-    "MalformedEntry",
-    "MemberReward",
-    "Reading",
-    "RosterBody",
-    "ScoreBody",
-    "check_fork",
-    "parse",
-    "public_key",
-    "read",
-    "read_bytes",
-    "seal",
-    "signed_by",
-    "step_of",
-]
 
 MAGIC = b"ESLEDG01"
 

@@ -14,37 +14,9 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from protocol.errors import UserError, cut
-from protocol.fields import TABLE, bf16
-from protocol.lock import (
-    Lock,
-    LockError,
-    Parent,
-    TensorSpec,
-    lock_from_bytes,
-    resolve_slice,
-)
+from protocol.fields import TABLE
 from protocol.plan_fields import ALPHAS, FIELDS, MEMBERS, OPTIONS, SCHEDULES, TABLES, PlanField
 from protocol.shaping import MAX_MEMBERS
-
-__all__ = [
-    "FIELDS",
-    "Lock",
-    "LockError",
-    "Ops",
-    "Parent",
-    "Plan",
-    "PlanError",
-    "PlanField",
-    "TensorSpec",
-    "bf16",
-    "changed",
-    "default_of",
-    "lock_from_bytes",
-    "parse",
-    "render",
-    "render_value",
-    "resolve_slice",
-]
 
 
 class PlanError(UserError):

@@ -1,6 +1,6 @@
 """Every key of a plan file: where it stands, what it may hold, what it means. The list code and docs share.
 
-Pure. Read by `plan.py` (validation and writing) and `esnode.template` (comments).
+Pure. Called by `plan.py` (validation and writing), `esnode/planfile.py` and `esnode/template.py` (comments).
 """
 
 from __future__ import annotations

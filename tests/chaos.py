@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Any
 
 from protocol import ledger
+from protocol.chain import Chain
 from protocol.entries import Admission, CommitBody, EndBody, LockBody, MemberReward, RosterBody, seal
-from protocol.ledger import Chain
 from protocol.lock import Lock
 from protocol.messages import Kind, Unit
 from tests import netns, toy_engine, warden

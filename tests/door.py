@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import time
 from typing import Any
 
@@ -61,6 +63,29 @@ class Door:
             if link.health(time.monotonic()).state == State.CONNECTED and link.send(message):
                 return found + self.pump(1.0)
         raise AssertionError(link.health(time.monotonic()).sentence)
+
+    def tapped(self, secret: bytes, message: Message) -> tuple[bytes, bytes, list[tuple[bytes, Message]]]:
+        """A link says this over a tapped wire: bytes to the gate, bytes to the link, what was heard."""
+        host, port = self.address.removeprefix("tcp://").split(":")
+        seen = bytearray(), bytearray()
+        with socket.create_server(("127.0.0.1", 0)) as tap:
+            link = Link([f"tcp://127.0.0.1:{tap.getsockname()[1]}"], keys.curve_public(SERVER), secret)
+            self.links.append(link)
+            inner, _ = tap.accept()
+            with inner, socket.create_connection((host, int(port))) as outer:
+                inner.setblocking(False)
+                outer.setblocking(False)
+                said, found, deadline = False, [], time.monotonic() + 5
+                while not found and time.monotonic() < deadline:
+                    for source, sink, kept in ((inner, outer, seen[0]), (outer, inner, seen[1])):
+                        with contextlib.suppress(BlockingIOError):
+                            data = source.recv(65536)
+                            kept.extend(data)
+                            sink.sendall(data)
+                    link.receive()
+                    said = said or link.send(message)
+                    found += self.pump(0.01)
+        return bytes(seen[0]), bytes(seen[1]), found
 
     def state_of(self, link: Link, wanted: State, seconds: float = 6.0) -> str:
         """Serve until the link sees this state; its sentence."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from esnode import snapshot
 from esnode.nodeoptions import Options
-from protocol.ledger import Entry
+from protocol.entries import Entry
 from protocol.lock import Lock
 from tests.toy_engine import ToyWorkshop
 

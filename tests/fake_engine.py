@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from esnode.engines.interface import Cancelled, Sampling, StopCheck, never
-from protocol.ledger import Entry
+from protocol.entries import Entry
 
 
 class FakeEngine:

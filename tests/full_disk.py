@@ -9,6 +9,7 @@ as if nothing had been. The mounts end with the namespace, whatever happens.
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import re
 import shutil
@@ -17,6 +18,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import pytest
 
 from protocol import ledger
 from tests import chaos, toy_engine
@@ -27,6 +30,19 @@ TIMES = 5
 ROUNDS = 10**6
 SENTENCE = re.compile(r"^esnode: .*(space|disk|write|full|journal)", re.IGNORECASE)
 UNSHARE = ("unshare", "--user", "--map-root-user", "--mount", "--propagation", "private")
+
+
+@contextlib.contextmanager
+def mounted(place: Path, options: str) -> Iterator[Path]:
+    """A file system of its own at `place`; the test is skipped where mounting one needs more rights."""
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("mounting a file system needs root")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
 
 
 def why_not() -> str:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from protocol.fields import bf16
-from protocol.ledger import (
-    MAGIC,
+from protocol.chain import Chain
+from protocol.entries import (
     Admission,
     Body,
-    Chain,
     CommitBody,
     EndBody,
     Entry,
@@ -21,7 +19,9 @@ from protocol.ledger import (
     public_key,
     seal,
 )
-from protocol.plan import Lock, TensorSpec
+from protocol.fields import bf16
+from protocol.ledger import MAGIC
+from protocol.lock import Lock, TensorSpec
 
 KEY = bytes(range(32))
 OTHER_KEY = bytes(range(1, 33))

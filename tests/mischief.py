@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from protocol.plan import bf16
+from protocol.fields import bf16
 from tests import people, rogues, rulers
 from tests.actors import COORDINATOR
 from tests.replica import Outcome, evidence_of

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from protocol import noise, seeds
 from protocol.bodies import step_of
 from protocol.entries import CommitBody, Entry
+from protocol.fields import bf16
 from protocol.lock import Lock, TensorSpec
 from protocol.messages import Kind, Unit
-from protocol.plan import bf16
 from protocol.shaping import coefficients
 
 SIZE = 64

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -157,6 +158,30 @@ def test_files_stay_small_and_say_what_they_are(path: Path) -> None:
     assert len(text.splitlines()) <= 400
     assert ast.get_docstring(ast.parse(text)), "a module says what lives there"
     assert not any(word in path.stem for word in BANNED_NAMES)
+
+
+def said_callers(path: Path) -> list[Path]:
+    """The files that a docstring says are its callers: those named after "Called by" in that sentence."""
+    text = " ".join((ast.get_docstring(ast.parse(path.read_text())) or "").split())
+    sentence = re.split(r"; |\.(?: |$)|, which| through ", text.partition("Called by ")[2])[0]
+    home = path.relative_to(ROOT).parts[0]
+    return [
+        next(found for found in (ROOT / word, ROOT / home / word, path.parent / word) if found.exists())
+        for word in re.findall(r"`([\w/]+\.py)`", sentence)
+    ]
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if said_callers(path)], ids=name)
+def test_who_is_said_to_call_a_module_does(path: Path) -> None:
+    """By importing it or its package, or by its name in a string: loaders, and processes of ours."""
+    module = name(path).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    package, _, stem = module.rpartition(".")
+    for caller in said_callers(path):
+        tree = ast.parse(caller.read_text())
+        froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        known = imports(caller) | {f"{node.module}.{alias.name}" for node in froms for alias in node.names}
+        known |= {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+        assert module in known or (package in known and stem == "interface"), name(caller)
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name)

@@ -17,35 +17,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol import shaping
-from protocol.entries import MAX_BODY, unpacked
-from protocol.ledger import (
-    MAGIC,
+from protocol.bodies import step_of
+from protocol.chain import BrokenChain, Chain, check_fork
+from protocol.entries import (
+    MAX_BODY,
     QUORUM,
     Admission,
     AmendBody,
     Body,
-    BrokenChain,
-    Chain,
     CommitBody,
     EndBody,
     Entry,
     EntryKind,
-    LedgerError,
-    LedgerFile,
     LockBody,
     MalformedEntry,
     MemberReward,
     RosterBody,
     ScoreBody,
-    check_fork,
     parse,
     public_key,
-    read,
-    read_bytes,
     seal,
-    step_of,
+    unpacked,
 )
-from protocol.plan import Parent, TensorSpec
+from protocol.ledger import MAGIC, LedgerError, LedgerFile, read, read_bytes
+from protocol.lock import Parent, TensorSpec
 from protocol.seeds import member_seed, rounding_seed
 from tests.ledgers import KEY, NODE, OTHER_KEY, Writer, small_ledger, small_lock
 

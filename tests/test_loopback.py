@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from protocol import keys, ledger
-from protocol.ledger import EntryKind, LedgerFile
+from protocol.entries import EntryKind
+from protocol.ledger import LedgerFile
 from tests import toy_engine
 from tests.runs import PATIENCE, SIGNING_SEED, Processes, make_folder, wait_for
 

@@ -14,7 +14,7 @@ import pytest
 
 from esnode import snapshot
 from protocol import keys, ledger
-from tests import chaos, toy_engine
+from tests import chaos, full_disk, toy_engine
 from tests.runs import PLAN, ROOT, SIGNING_SEED, Processes, make_folder, wait_for
 
 FOREVER = 10**6
@@ -133,13 +133,8 @@ def test_two_runs_started_in_one_folder_in_the_same_instant(
 @pytest.fixture
 def read_only(tmp_path: Path) -> Iterator[Path]:
     """A home folder on a file system that takes nothing."""
-    home = tmp_path / "home"
-    home.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(home)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
-        pytest.skip("mounting a file system needs root")
-    yield home
-    subprocess.run(["umount", "-l", str(home)], check=True)
+    with full_disk.mounted(tmp_path / "home", "ro") as home:
+        yield home
 
 
 def test_join_on_a_machine_whose_home_folder_is_read_only(tmp_path: Path, read_only: Path) -> None:

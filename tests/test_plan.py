@@ -24,24 +24,11 @@ from esnode import planfile, tasks
 from esnode.cli.plan import plan as plan_command
 from esnode.tasks import TaskError
 from esnode.template import template
-from protocol.lock import LockError
+from protocol.fields import bf16
+from protocol.lock import Lock, LockError, Parent, TensorSpec, lock_from_bytes, resolve_slice
 from protocol.messages import Kind
-from protocol.plan import (
-    FIELDS,
-    Lock,
-    Ops,
-    Parent,
-    Plan,
-    PlanError,
-    TensorSpec,
-    bf16,
-    changed,
-    default_of,
-    lock_from_bytes,
-    parse,
-    render,
-    resolve_slice,
-)
+from protocol.plan import Ops, Plan, PlanError, changed, default_of, parse, render
+from protocol.plan_fields import FIELDS
 from tests.ledgers import HEX, small_lock
 
 ROOT = Path(__file__).parent.parent

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 from esnode import ancestry, export, history, manifest, rebuild
 from esnode.rebuild import DamagedLedger, LedgerMissing, NoSuchRound, WrongWeights
 from protocol import ledger
-from protocol.ledger import Chain, EndBody, seal
+from protocol.chain import Chain
+from protocol.entries import EndBody, seal
 from protocol.lock import Lock, Parent
 from tests import tiny
 

@@ -17,7 +17,7 @@ from esnode.replay import DamagedMaster
 from esnode.room import Room
 from esnode.snapshot import SnapshotError
 from protocol import ledger, pieces
-from protocol.ledger import EntryKind
+from protocol.entries import EntryKind
 from protocol.lock import Parent
 from protocol.pieces import pieces_of
 from tests import tiny, toy_engine

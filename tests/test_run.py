@@ -25,7 +25,7 @@ from esnode import run
 from esnode.begin import Request, RequestError
 from esnode.folder import RunFolder, busy
 from protocol import keys, ledger
-from tests import runs
+from tests import full_disk, runs
 from tests.runs import wait_for
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -356,13 +356,8 @@ def test_a_coordinator_that_refuses_is_quoted_and_not_retried(tmp_path: Path) ->
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 24 MB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(place)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
-        pytest.skip("mounting a small file system needs root")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
+    with full_disk.mounted(tmp_path / "disk", "size=24m") as place:
+        yield place
 
 
 def test_a_disk_that_fills_up_ends_the_run_in_one_sentence(small_disk: Path, unbroken: int) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import re
 import shutil
-import socket
 import time
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from esnode.link import Link, State
 from protocol import invite, keys, ledger
 from protocol.entries import public_key
 from protocol.messages import Enrol, Enrolled
-from tests.door import HELLO, N1, SERVER, Door
+from tests.door import HELLO, N1, Door
 from tests.runs import FOREVER, PATIENCE, ROOT, SIGNING_SEED, Processes, make_folder, wait_for
 from tests.test_serve import talk
 
@@ -42,25 +40,8 @@ def test_every_claim_names_a_test() -> None:
 def test_what_crosses_the_network_is_unreadable() -> None:
     """Bytes of a whole conversation: nothing of what was said is in them, nor who said it."""
     door = Door()
-    host, port = door.address.removeprefix("tcp://").split(":")
-    seen = bytearray()
-    with socket.create_server(("127.0.0.1", 0)) as tap:
-        link = Link([f"tcp://127.0.0.1:{tap.getsockname()[1]}"], keys.curve_public(SERVER), N1)
-        door.links.append(link)
-        inner, _ = tap.accept()
-        with inner, socket.create_connection((host, int(port))) as outer:
-            inner.setblocking(False)
-            outer.setblocking(False)
-            said, found, deadline = False, 0, time.monotonic() + 5
-            while not found and time.monotonic() < deadline:
-                for source, sink in ((inner, outer), (outer, inner)):
-                    with contextlib.suppress(BlockingIOError):
-                        data = source.recv(65536)
-                        seen += data
-                        sink.sendall(data)
-                link.receive()
-                said = said or link.send(HELLO)
-                found += len(door.pump(0.01))
+    there, back, found = door.tapped(N1, HELLO)
+    seen = there + back
     assert found and len(seen) > 500
     for plain in (HELLO.selftest, *HELLO.fingerprints, keys.curve_public(N1)):
         assert plain not in seen

@@ -226,31 +226,11 @@ def test_newest_hello_owns_the_key(door: Door) -> None:
 
 def test_recorded_traffic_cannot_be_replayed(door: Door) -> None:
     """Bytes of a recorded CURVE session, sent again: the handshake's keys are new, so nothing opens."""
-    host, port = door.address.removeprefix("tcp://").split(":")
-    recorded = bytearray()
-    with socket.create_server(("127.0.0.1", 0)) as relay:
-        link = Link([f"tcp://127.0.0.1:{relay.getsockname()[1]}"], keys.curve_public(SERVER), N1)
-        door.links.append(link)
-        inner, _ = relay.accept()
-        with inner, socket.create_connection((host, int(port))) as outer:
-            inner.setblocking(False)
-            outer.setblocking(False)
-            deadline, said, found = time.monotonic() + 5, False, []
-            while not found and time.monotonic() < deadline:
-                for source, sink in ((inner, outer), (outer, inner)):
-                    try:
-                        data = source.recv(65536)
-                    except BlockingIOError:
-                        continue
-                    sink.sendall(data)
-                    if source is inner:
-                        recorded += data
-                link.receive()
-                said = said or link.send(HELLO)
-                found += door.pump(0.01)
+    recorded, _, found = door.tapped(N1, HELLO)
     assert found == [(keys.curve_public(N1), HELLO)] and len(recorded) > 500
+    host, port = door.address.removeprefix("tcp://").split(":")
     with socket.create_connection((host, int(port))) as replay:
-        replay.sendall(bytes(recorded))
+        replay.sendall(recorded)
         assert door.pump(0.5) == []
     assert sum(door.refused().values()) >= 1
 

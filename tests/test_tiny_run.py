@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from esnode.folder import RunFolder, busy
 from protocol import ledger
+from protocol.entries import ScoreBody
 from tests import tiny
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -264,5 +265,5 @@ def test_the_library_example_of_the_readme_runs(place: Place, printed: str) -> N
     chain = ledger.read(place.path / "out" / "run.ledger").chain
     assert first == f"whole, ended after 3 rounds {chain.digest_at(2):016x}"
     assert shape.endswith("float32")
-    held = [entry.body.mean for entry in chain.entries if isinstance(entry.body, ledger.ScoreBody)]
+    held = [entry.body.mean for entry in chain.entries if isinstance(entry.body, ScoreBody)]
     assert f"value={held[1]}" in estimate, "the library measures what the run measured after 2 rounds"

@@ -24,6 +24,8 @@ from transformers import (
 
 from esnode import manifest
 from protocol import noise, seeds
+from protocol.bodies import step_of
+from protocol.chain import Chain
 from protocol.entries import (
     Admission,
     CommitBody,
@@ -33,7 +35,6 @@ from protocol.entries import (
     public_key,
     seal,
 )
-from protocol.ledger import Chain, step_of
 from protocol.lock import Lock
 
 SPECIALS = ["<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]

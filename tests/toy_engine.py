@@ -27,8 +27,9 @@ from esnode.nodeoptions import Options
 from esnode.replay import DamagedMaster
 from esnode.room import Room
 from esnode.snapshot import Reader
-from protocol import ledger, noise, seeds
-from protocol.ledger import Entry, EntryKind
+from protocol import noise, seeds
+from protocol.bodies import step_of
+from protocol.entries import Entry, EntryKind
 from protocol.lock import Lock
 from protocol.messages import Kind, Unit
 
@@ -245,7 +246,7 @@ class ToyWorkshop:
 
 
 def _moved(lock: Lock, master: np.ndarray, entry: Entry) -> np.ndarray:
-    step = ledger.step_of(lock, entry)
+    step = step_of(lock, entry)
     if step is None:
         return master
     a = noise.weighted_sum(step.seeds, step.c, seeds.tensor_key(TENSOR), 0, WIDTH)

@@ -140,6 +140,7 @@ def explain(error: OSError) -> str | None:
 
 
 def fail(message: str, code: int = 1) -> NoReturn:
+    """One line on stderr, and the end."""
     click.echo(f"esnode: {printable(message)}", err=True)
     sys.exit(code)
 

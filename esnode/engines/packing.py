@@ -3,7 +3,7 @@
 oneDNN otherwise rearranges the weight at every call, which a decode step of a few rows does not pay back:
 SmolLM2 generates 1.2 to 1.4 times faster for 0.12 s per change of weights and another copy of the weights.
 The products have the same bits (checked before first use, else nothing is packed), so a node may pack or not.
-Called by `decode.py` and `transformers_engine.py`.
+Called by `decode.py`.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from protocol.pieces import Piece
 
 if TYPE_CHECKING:
     from esnode.engines.vllm_ranks import RankedReplica
-    from protocol.ledger import Chain
+    from protocol.chain import Chain
 
 
 def require_base(lock: Lock, replica: Replica | RankedReplica, folder: Path) -> None:

@@ -1,6 +1,7 @@
 """The engine on Hugging Face transformers: one replica and its decoder in this process.
 
-Called by `worker.py`, `rebuild.py` and `evaluate.py` through `engines/interface.py`; only `load` is specific.
+Called by `workshop.py`, `rebuild.py` and `evaluate.py`, which need to know `load` alone: the rest is
+`engines/interface.py`.
 """
 
 from __future__ import annotations

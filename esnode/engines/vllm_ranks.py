@@ -32,7 +32,7 @@ from protocol.seeds import U64
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    from protocol.ledger import Chain
+    from protocol.chain import Chain
 
 Call = Callable[..., list[tuple[str, Any]]]  # a method of every `vllm_worker.Rank`, in rank order
 ELEMENTS = 1 << 21  # of a tensor, that pass between processes at once

