@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace as changed
+import dataclasses
 from typing import Any
+
+from msgspec.structs import replace as changed
 
 from esnode import catchup, events, node
 from esnode.events import Apply, Rewind
@@ -65,7 +67,7 @@ class Late(Bench):
 
     def __init__(self, entries: list[Entry] = ENTRIES, way: str = "auto") -> None:
         super().__init__()
-        self.state = changed(self.state, about=changed(ABOUT, catch_up=way))
+        self.state = changed(self.state, about=dataclasses.replace(ABOUT, catch_up=way))
         self.said: list[Any] = []
         self.welcome(entries)
         self.state = changed(self.state, chain=Chain(entries))
