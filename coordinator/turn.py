@@ -105,12 +105,9 @@ class Turn:
         self._judge_the_end()
 
     def _judge_the_end(self) -> None:
-        state = self._state
-        stopped, ending = (
-            self._changed.get("stopped", state.stopped),
-            self._changed.get("ending", state.ending),
-        )
-        self.stopped = bool(stopped)
+        state, changed = self._state, self._changed
+        ending = changed.get("ending", state.ending)
+        self.stopped = bool(changed.get("stopped", state.stopped))
         self.over = self.stopped or ending is not None or self.lineage.waiting
 
     @property

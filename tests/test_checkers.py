@@ -120,7 +120,7 @@ def test_commits_that_are_never_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not examine(3).problem
 
 
-def test_bounds() -> None:
+def test_state_that_grows_without_end_is_found() -> None:
     state = Desk().state
     assert not bounds.coordinator(state)
     crowded = replace(state, counters={str(k): k for k in range(1000)})

@@ -90,7 +90,7 @@ def test_the_command_exits_with_2_and_one_line():
     assert len(done.stderr.strip().splitlines()) == 1 and "START 'three'" in done.stderr
 
 
-def test_report():
+def test_json_says_what_this_machine_can_do():
     outcome = run("--json")
     report = json.loads(outcome.output)
     assert outcome.exit_code == 0 and report["ready"] and report["law"] == 1

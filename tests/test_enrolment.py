@@ -345,7 +345,7 @@ def test_a_revoked_node_keeps_its_name_on_the_list() -> None:
     assert roster.listing(desk.state)["former"] == {}
 
 
-def test_listing() -> None:
+def test_the_listing_shows_nodes_invites_and_revoked_keys() -> None:
     desk = Desk(names="a")
     invite(desk)
     enrol(desk)

@@ -34,7 +34,9 @@ def left_behind(place: Path) -> list[str]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("live_dtype", ["bfloat16", "float16", "float32"])
-def test_round_trip(folders: dict[str, Path], tmp_path: Path, kind: str, live_dtype: str) -> None:
+def test_an_exported_folder_loads_with_the_live_weights(
+    folders: dict[str, Path], tmp_path: Path, kind: str, live_dtype: str
+) -> None:
     folder = folders[kind]
     run = tiny.lock(folder, live_dtype=live_dtype, exclude=("*norm*",))
     chain, _ = tiny.chain(run, folder, 2)
@@ -65,7 +67,9 @@ def test_an_untrained_export_is_the_base(folders: dict[str, Path], tmp_path: Pat
         assert (tensor.raw() == manifest.stored(to)[name].raw()).all()
 
 
-def test_shards(folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_model_is_written_in_several_files(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = folders["mixtral"]
     run = tiny.lock(folder)
     monkeypatch.setattr(export, "SHARD", 20_000)

@@ -75,7 +75,7 @@ def same(kernels, values: torch.Tensor, region: Region, seed: int, narrow: bool)
     assert (bits(ours) == bits(theirs.cpu())).all()
 
 
-def test_selftest(kernels):
+def test_the_self_test_has_the_digest_of_the_cpu(kernels):
     assert selftest(kernels, DEVICE).digest == selftest(create("cpu")).digest
 
 
@@ -87,7 +87,7 @@ def test_runs_at_every_kind_of_index(kernels, start, narrow):
 
 
 @pytest.mark.parametrize("case", range(20))
-def test_slices(kernels, case):
+def test_any_slice_has_the_bits_of_the_cpu(kernels, case):
     draw = random.Random(case)
     rows, width = draw.randint(1, 60), draw.randint(1, 900)
     stride = width + draw.choice([0, 0, 1, 31, 576])

@@ -167,7 +167,7 @@ except JournalError as error:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write read-only files")
-def test_read_only(tmp_path: Path) -> None:
+def test_a_read_only_journal_is_refused(tmp_path: Path) -> None:
     Journal(tmp_path / "j", RUN).close()
     (tmp_path / "j").chmod(0o400)
     with pytest.raises(JournalError, match=r"Permission|cannot be written"):

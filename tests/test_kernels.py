@@ -46,7 +46,7 @@ def sub_region(rows: int, columns: int, r0: int, r1: int, c0: int, c1: int, star
 
 
 @pytest.mark.parametrize("start", STARTS)
-def test_fill(kernels, start):
+def test_noise_is_the_laws_at_every_index(kernels, start):
     count = min(3001, TOP - start)
     out = torch.empty(count, dtype=torch.int32)
     kernels.fill(2**64 - 3, 0xFFFFFFFF, Region.whole(count, start), out)

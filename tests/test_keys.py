@@ -59,7 +59,7 @@ def test_signing_copy(tmp_path: Path) -> None:
         keys.write_signing(tmp_path / "copy", bytes(32))
 
 
-def test_roster(tmp_path: Path) -> None:
+def test_a_roster_file_is_read_back_or_refused(tmp_path: Path) -> None:
     names = {bytes(32): "n1", bytes(range(32)): "na\u00efve"}
     keys.write_roster(tmp_path / "roster.json", names)
     assert keys.read_roster(tmp_path / "roster.json") == names

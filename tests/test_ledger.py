@@ -196,7 +196,7 @@ def test_digest_is_unknown_right_after_a_commit(running: Writer) -> None:
     assert running.chain.digest == 1003
 
 
-def test_link(running: Writer) -> None:
+def test_an_entry_that_does_not_continue_the_chain_is_refused(running: Writer) -> None:
     fresh = Writer(small_lock())
     assert "must be the lock" in refused(fresh, EndBody("x"))
     assert "must be the lock" in refused(running, LockBody(running.lock.to_bytes()))
@@ -214,7 +214,7 @@ def test_terms_only_grow(running: Writer) -> None:
     assert "terms only grow" in refused(running, running.score(), term=2)
 
 
-def test_signatures() -> None:
+def test_trusted_keys_sign_and_one_of_them_a_term() -> None:
     both = (public_key(KEY).hex(), public_key(OTHER_KEY).hex())
     writer = small_ledger(rounds=1, end=False, trusted=both)
     assert "two signing keys" in refused(writer, writer.score(), key=OTHER_KEY)
@@ -238,7 +238,7 @@ def test_lock_entry() -> None:
     assert "law" in refused(writer, LockBody(writer.lock.to_bytes().replace(b'"law":1', b'"law":2')))
 
 
-def test_digest_rule(running: Writer) -> None:
+def test_a_stated_digest_is_that_of_the_state(running: Writer) -> None:
     """Without a commit between them entries state one D; after a commit that moves nothing too."""
     assert "digest" in refused(running, running.score(), digest=1003)
     assert "digest" in refused(running, running.commit(), digest=1)
@@ -262,7 +262,7 @@ def with_row(body: CommitBody, position: int, **changes: Any) -> tuple[MemberRew
     return tuple(rows)
 
 
-def test_commit_rules(running: Writer) -> None:
+def test_commits_that_break_a_rule_are_refused(running: Writer) -> None:
     good = running.commit()
     for changes, says in (
         ({"alpha": 0.02}, "schedule"),
@@ -310,7 +310,7 @@ def test_mirrored_pairs_stay_whole() -> None:
     writer.add(writer.commit(members=good.members[:2], voids=((3, "its partner goes with it"),)))
 
 
-def test_roster(running: Writer) -> None:
+def test_roster_entries_that_break_a_rule_are_refused(running: Writer) -> None:
     bob = Admission(2, b"b" * 32, "bob")
     for body, says in (
         (RosterBody(), "changes nothing"),
@@ -331,7 +331,7 @@ def test_roster(running: Writer) -> None:
     running.add(running.commit())  # evaluated by number 1 before it was revoked
 
 
-def test_amend(running: Writer) -> None:
+def test_amendments_that_break_a_rule_are_refused(running: Writer) -> None:
     half = 2.0**-11
     for body, says in (
         (AmendBody(1, alpha=0.1), "closed"),
@@ -357,7 +357,7 @@ def test_amend(running: Writer) -> None:
     assert chain.commits[-1].body.alpha == 0.5  # type: ignore[union-attr]
 
 
-def test_amended_keys(running: Writer) -> None:
+def test_amended_keys_sign_from_their_round_on(running: Writer) -> None:
     running.add(AmendBody(3, trusted=(public_key(OTHER_KEY),)))
     assert "not signed" in refused(running, running.score(), term=2, key=OTHER_KEY)
     running.add(running.commit())
@@ -365,7 +365,7 @@ def test_amended_keys(running: Writer) -> None:
     running.add(running.score(), term=2, key=OTHER_KEY)
 
 
-def test_score_rules(running: Writer) -> None:
+def test_scores_that_break_a_rule_are_refused(running: Writer) -> None:
     for changes, says in (
         ({"state_round": 3}, "not reached"),
         ({"prompts": 0}, "without prompts"),
@@ -389,7 +389,7 @@ def test_an_update_that_overflows_is_refused() -> None:
     assert step_of(writer.lock, entry) is not None
 
 
-def test_step_of() -> None:
+def test_a_commit_becomes_the_step_of_the_law() -> None:
     for mirrored in (False, True):
         writer = small_ledger(rounds=1, end=False, mirrored=mirrored, shaping="ranks", clip=1.0)
         entry, lock = writer.chain.commits[0], writer.lock
@@ -407,7 +407,7 @@ def test_step_of() -> None:
         assert step_of(lock, writer.chain.entries[0]) is None
 
 
-def test_fork() -> None:
+def test_a_fork_starts_from_a_state_of_its_parent() -> None:
     parent = small_ledger(rounds=3).chain
     claim = Parent(parent.lock.run_id.hex(), 2, parent.commits[1].hash.hex(), 1002)
     fork = small_lock(parent=claim, digest=1002, sigma=(2.0**-10,))
@@ -526,7 +526,7 @@ def test_entries_left_out_swapped_or_doubled() -> None:
     assert read_bytes(MAGIC + b"".join(mixed)).problem is not None
 
 
-def test_read_files(tmp_path: Path) -> None:
+def test_files_are_read_or_refused_in_words(tmp_path: Path) -> None:
     path = tmp_path / "run.ledger"
     path.write_bytes(small_ledger().data)
     assert read(path).ended

@@ -45,7 +45,7 @@ def test_law_version_and_table():
 
 
 @pytest.mark.parametrize("case", VECTORS["values"], ids=lambda c: f"{c['seed']}-{c['tensor']}-{c['index']}")
-def test_value(case):
+def test_noise_vector(case):
     address = number(case["seed"]), number(case["tensor"])
     word = noise.words(*address, 0, case["index"], 1)
     m = noise.integers(*address, case["index"], 1)

@@ -50,7 +50,7 @@ TASKS = ("short-answers", "conciseness", "countdown", "arithmetic", "gym:chain_s
          "likelihood:b.jsonl", "python:c.py")  # fmt: skip
 
 
-def test_a_plan() -> None:
+def test_a_whole_plan_is_read() -> None:
     plan = parse(PLAN)
     assert plan == Plan(
         model="demo",

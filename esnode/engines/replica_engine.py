@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from esnode.engines.interface import MemoryPlan, Sampling, StopCheck, never
+from esnode.engines.interface import Sampling, StopCheck, never
 from esnode.engines.shortage import Room
 from esnode.kernels.interface import Kernels, Region
 from esnode.manifest import WrongBase
@@ -49,10 +49,8 @@ class ReplicaEngine(ABC):
         replica: Replica | RankedReplica,
         kernels: Kernels,
         fingerprint: bytes,
-        plan: MemoryPlan,
     ) -> None:
         self.lock = lock
-        self.memory_plan = plan
         self._replica = replica
         self._kernels = kernels
         self._fingerprint = fingerprint

@@ -53,9 +53,8 @@ class TransformersEngine(ReplicaEngine):
         decoder: Decoder,
         kernels: Kernels,
         fingerprint: bytes,
-        plan: MemoryPlan,
     ) -> None:
-        super().__init__(lock, replica, kernels, fingerprint, plan)
+        super().__init__(lock, replica, kernels, fingerprint)
         self._decoder = decoder
         self.room = decoder.room
 
@@ -142,7 +141,7 @@ def load(
     room = plan.available // (wish.sharing if device == "cpu" else 1)  # of a GPU it is our part already
     pack = plan.on_device + plan.live <= room  # faster, with the same bits, where there is room
     decoder = Decoder(model, limits(model, bound), device, pack)
-    return TransformersEngine(lock, replica, decoder, kernels, _fingerprint(lock, device, arithmetic), plan)
+    return TransformersEngine(lock, replica, decoder, kernels, _fingerprint(lock, device, arithmetic))
 
 
 def compute_dtype(live_dtype: str, device: str = "cpu") -> str:

@@ -53,10 +53,9 @@ class VllmEngine(ReplicaEngine):
         engine: LLMEngine,
         kernels: Kernels,
         fingerprint: bytes,
-        plan: MemoryPlan,
         ranks: Ranks,
     ) -> None:
-        super().__init__(lock, replica, kernels, fingerprint, plan)
+        super().__init__(lock, replica, kernels, fingerprint)
         self._broken: tuple[int, ...] = ()
         self._engine = engine
         self._ranks = ranks
@@ -252,7 +251,7 @@ def load(
         ranked = RankedReplica(ranks.ask, lock, folder, backend, bool(plan.host))
         require_base(lock, ranked, folder)
         made = VllmEngine(
-            lock, ranked, engine, kernel_registry.pick("cpu", None, threads), fingerprint, plan, ranks
+            lock, ranked, engine, kernel_registry.pick("cpu", None, threads), fingerprint, ranks
         )
         with vllm_start.first_answers(folder):
             vllm_canary.check(made, ranked.reloaded)
@@ -264,7 +263,7 @@ def load(
     views = slicemap.probe(model, folder, specs, through, live)
     replica = Replica(model, views, lock, folder, kernels, device=device, host=host)
     require_base(lock, replica, folder)
-    made = VllmEngine(lock, replica, engine, kernels, fingerprint, plan, ranks)
+    made = VllmEngine(lock, replica, engine, kernels, fingerprint, ranks)
     with vllm_start.first_answers(folder):
         vllm_canary.check(made, partial(vllm_canary.reloaded, lock, replica, through))
     return made
