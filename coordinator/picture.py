@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec.structs import asdict
 
-from coordinator import answers, audit, claims, donors, enrolment, membership, rounds, succession
+from coordinator import answers, audit, claims, donors, enrolment, membership, rounds, succession, work
 from coordinator.membership import READY, Node
 from coordinator.rounds import Round
 from coordinator.state import State
@@ -37,6 +37,7 @@ def status(state: State) -> dict[str, Any]:
             "void": sum(bool(cells.void) for cells in round.members) if round else 0,
         },
         "probe": _probe(state),
+        "failing": _failing(state, round) if round else [],
         "reward": asdict(last) if last else None,
         "rewards": [[s.round, s.mean, s.high, s.low, s.std] for s in state.history],
         "scores": [[s.state_round, s.mean, s.correct, s.prompts] for s in state.scores],
@@ -95,6 +96,17 @@ def _probe(state: State) -> dict[str, Any] | None:
     if probe is None:
         return None
     return {"done": sum(s is not None for s in probe.sums), "total": len(probe.sums)}
+
+
+def _failing(state: State, round: Round) -> list[list[str]]:
+    """Members that failed and are not given up, why not, and what was wrong the last time."""
+    found = []
+    for unit in rounds.failing(round):
+        cells = round.cells(unit)
+        if cells is not None and not cells.settled:
+            name = "probe" if unit.kind == Kind.PROBE else f"member {unit.member}"
+            found.append([name, f"{work.hopeless(state, cells)[1]}; the last: {cells.reason}"])
+    return found
 
 
 def _audit(state: State) -> dict[str, Any]:

@@ -187,7 +187,7 @@ def void_verdict(cells: Cells, nodes: int, others: int) -> tuple[bool, str]:
     """
     count, distinct = len(cells.failures), len(set(cells.failures))
     if cells.settled or count < FAILURES_TO_VOID:
-        return False, f"{count} failures, {FAILURES_TO_VOID} make it void"
+        return False, f"{count} failure{'s' * (count > 1)}, {FAILURES_TO_VOID} make it void"
     if distinct < min(nodes, 2):
         return False, f"{count} failures, all on one node: another one tries"
     if distinct < NODES_TO_VOID and others:

@@ -16,7 +16,7 @@ from coordinator import auditing, disputes, donors, leases, membership, rounds
 from coordinator.events import ResultAccepted, UnitFailed
 from coordinator.leases import Pool, Rescue
 from coordinator.membership import READY, Lease, Node
-from coordinator.state import measure
+from coordinator.state import State, measure
 from coordinator.turn import Turn
 from protocol.entries import QUORUM, EndBody
 from protocol.messages import Ack, Assign, Cancel, Failed, Kind, Result, Unit
@@ -152,7 +152,7 @@ def give_up(turn: Turn, only: Unit | None = None) -> None:
     for unit in [only] if only else rounds.failing(turn.round):
         cells = turn.round.cells(unit)
         assert cells is not None
-        void, reason = rounds.void_verdict(cells, len(turn.alive), _others(turn, cells))
+        void, reason = hopeless(turn, cells)
         if void:
             turn.round = rounds.void(turn.round, unit, reason, turn.lock.mirrored)
             turn.count("void")
@@ -160,11 +160,12 @@ def give_up(turn: Turn, only: Unit | None = None) -> None:
             _drop_useless(turn, unit.member, unit.member ^ 1)
 
 
-def _others(turn: Turn, cells: rounds.Cells) -> int:
-    """How many nodes that could get a member now have not failed at it."""
-    number, now = turn.round.number, turn.now
-    able = (node for node in turn.nodes.values() if membership.standing(node, number, now)[0] == READY)
-    return sum(node.number not in cells.failures for node in able)
+def hopeless(pool: Turn | State, cells: rounds.Cells) -> tuple[bool, str]:
+    """Whether a member of the open round is given up, by the nodes that are there, and why (not)."""
+    number, now = pool.chain.round, pool.now
+    able = [node for node in pool.nodes.values() if membership.standing(node, number, now)[0] == READY]
+    others = sum(node.number not in cells.failures for node in able)  # could get it, have not failed at it
+    return rounds.void_verdict(cells, len(pool.alive), others)
 
 
 def close(turn: Turn) -> None:

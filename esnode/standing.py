@@ -56,6 +56,7 @@ def _again(place: folder.RunFolder) -> str:
 
 
 DECISIONS = 5  # of the coordinator, that the table shows
+FAILING = 3  # members that fail, likewise
 WIDE = 120  # columns from which a node is one line
 STYLES = {
     "ready": "green",
@@ -106,6 +107,8 @@ def _head(status: Mapping[str, Any]) -> Table:
     members = status.get("members")
     if members and members["total"]:
         row("members", f"{members['done']} of {members['total']} in, {members['void']} void")
+    for what, why in status.get("failing", [])[:FAILING]:
+        row("failing", f"{what}: {why}")
     if status.get("rewards"):
         round_, mean, best, *_ = status["rewards"][-1]
         row("reward", f"mean {mean:.4f}, best {best:.4f} in round {round_}")

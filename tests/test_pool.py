@@ -17,7 +17,7 @@ import tests.world
 from coordinator import leases, machine, rounds
 from coordinator.leases import Pool
 from protocol.entries import QUORUM, CommitBody
-from protocol.messages import Kind, Release
+from protocol.messages import Failed, Kind, Release
 from protocol.plan import Ops
 from tests.desk import Desk, hello, key_of
 from tests.runs import Processes, make_folder, wait_for
@@ -200,6 +200,15 @@ def test_status_shows_the_last_decisions_and_why() -> None:
     for _ in range(100):
         desk.step(desk_event(desk))
     assert len(machine.status(desk.state)["decisions"]) <= 30
+
+
+def test_status_shows_which_members_fail_and_why_they_are_not_given_up() -> None:
+    desk = Desk(members=4)
+    desk.join("a", "b")
+    unit = desk.assigned("a")[0]
+    desk.say("a", Failed(unit, "out of memory"))
+    words = "1 failure, 3 make it void; the last: out of memory"
+    assert machine.status(desk.state)["failing"] == [[f"member {unit.member}", words]]
 
 
 def test_a_node_that_left_has_no_reason_for_work() -> None:

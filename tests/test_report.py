@@ -263,6 +263,7 @@ def test_the_status_table_says_who_does_what_and_why() -> None:
                 }
             }
         },
+        "failing": [["member 3", "1 failure, 3 make it void; the last: out of \x07memory"]],
         "digest": None,
         "proof": {
             "reason": "n2 not yet",
@@ -276,6 +277,7 @@ def test_the_status_table_says_who_does_what_and_why() -> None:
     assert "gpu?[2J-7 ready 2.35 s 17 3 2 1 member 2 chunks 0-3 41% at round 6 192.0.2.9" in lines
     for words in (
         "reached direct by 1; snapshots of rounds 4, 6; n1 complains: a wrong part",
+        "member 3: 1 failure, 3 make it void; the last: out of ?memory",
         "not known yet: n2 not yet",
         "replicas differ after 5 rounds: aa: n1; bb: n2, n3",
         "member 3 goes?[2J to n1",

@@ -261,7 +261,7 @@ def test_a_node_on_a_dead_branch_goes_back_and_the_entries_are_named() -> None:
     assert heir.state.chain.ended and len(tips(world)) == 1
 
 
-def forced_low(world: World) -> SimCoordinator:
+def forced_low(world: World, key: bytes = HEIR) -> SimCoordinator:
     """A forced successor begins on an old ledger, then adopts what node-1 holds; node-0 holds one more."""
     committed(world, 4)
     world.run(until=world.now + 0.5)
@@ -270,7 +270,7 @@ def forced_low(world: World) -> SimCoordinator:
     for name, keep in ((FIRST, len(held)), ("node-1", len(held) - 1), ("node-2", low)):
         world.nodes[name].kill()
         world.nodes[name].tear(keep, damage=False)
-    heir = succeed(world, held[:low], how="force")
+    heir = succeed(world, held[:low], key=key, how="force")
     world.run(until=world.now + 12)
     assert heir.state.lineage.roots == low and not heir.state.lineage.waiting
     for name in ("node-1", "node-2"):
@@ -281,9 +281,10 @@ def forced_low(world: World) -> SimCoordinator:
     return heir
 
 
-def test_a_node_goes_back_that_holds_more_than_a_forced_successor_adopted_after_it_began() -> None:
+@pytest.mark.parametrize("same", [False, True], ids=["another key", "the lost one's key"])
+def test_a_node_goes_back_that_holds_more_than_a_forced_successor_adopted_after_it_began(same: bool) -> None:
     world = world_of(nodes=3, rounds=8)
-    heir = forced_low(world)
+    heir = forced_low(world, world.signing_key if same else HEIR)
     held = raws_of(world)
     world.nodes[FIRST].home = "heir"
     world.nodes[FIRST].start()
