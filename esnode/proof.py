@@ -168,7 +168,7 @@ def go_on(turn: Turn) -> bool:
 def on_mended(turn: Turn, event: Mended) -> None:
     """Report what memory had damaged, or answer the question that replay was asked for."""
     proof, before = turn.state.proof, turn.state.digest
-    _set(turn, mending=False, damaged=(), mend=None)
+    _set(turn, mending=False, damaged=(), mend=None, answered=None)
     turn.set(digest=event.digest)
     if proof.damaged:
         more = len(proof.damaged) - 3
@@ -190,7 +190,7 @@ def on_lanes_differ(turn: Turn, event: LanesDiffer) -> None:
     """Replay decides, by all of them."""
     turn.set(applying=0)
     _report(turn, event.reason)
-    _set(turn, question=None, reading=None)
+    _set(turn, question=None, reading=None, answered=None)
     turn.rewind(far=event.far)
 
 

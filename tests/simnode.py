@@ -139,7 +139,7 @@ class SimNode(Actor):
         self.replica.flip(index, bit, seen=True)
 
     def miscompute(self) -> None:
-        """The next update comes out with one wrong bit, unnoticed here; who `insists` repeats it."""
+        """The next update, live or replayed, has one wrong bit, unnoticed here; who `insists` repeats it."""
         self.wrong = True
         self.world.checkers.faulty.add(self.name)
 
@@ -197,7 +197,7 @@ class SimNode(Actor):
             case pe.Heal(entries):
                 self._still()
                 self.derived = self._fresh()
-                self.derived.apply(entries)
+                self._compute(self.derived, entries)
                 self.later(0.1, self._overwrite)
             case pe.Mend():
                 self._still()
@@ -232,6 +232,14 @@ class SimNode(Actor):
 
     # ------------------------------------------------------------ the engine
 
+    def _compute(self, replica: Replica, entries: tuple[Entry, ...]) -> tuple[int, ...]:
+        """Updates, of which the last comes out wrong when one is to."""
+        if self.wrong and entries:
+            self.wrong = False
+            self.errs = entries[-1].hash if self.insists else None
+            replica.errs = entries[-1].hash
+        return replica.apply(entries)
+
     def _fresh(self) -> Replica:
         """A master at the start of the run. No two machines err in the same weight."""
         return Replica(self.world.lock, self.errs, list(self.world.nodes).index(self.name))
@@ -243,11 +251,7 @@ class SimNode(Actor):
         self._still()
         if self.replica.damaged:
             return self.later(0.01, lambda: self.step(pe.Damaged(self.clock, None, (NAME,))))
-        if self.wrong:
-            self.wrong = False
-            self.errs = entries[-1].hash if self.insists else None
-            self.replica.errs = entries[-1].hash
-        digests = self.replica.apply(entries)
+        digests = self._compute(self.replica, entries)
         for entry, digest in zip(entries, digests, strict=True):
             self.world.checkers.replica(entry, digest, self.name)
         ms = int(self.world.apply_ms * len(entries))
@@ -272,7 +276,7 @@ class SimNode(Actor):
             height, file = found
             self.derived.write(file.master)
             entries, since = entries[height:], file.round
-        self.derived.apply(entries)
+        self._compute(self.derived, entries)
         derived = (self.derived.digest,)
         self.later(0.3, lambda: self.step(pe.Proved(self.clock, effect.pieces, held, derived, since)))
 
