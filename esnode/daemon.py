@@ -161,7 +161,7 @@ class Daemon:
         if options.lanes:
             options = gpugroups.settle(options, self._lock, self._log)
             used = [device for spec in options.lanes for device in devices.lane(spec).devices]
-            who = f"node {options.name} of the run in {options.run.resolve()} (process {os.getpid()})"
+            who = devices.who(options.name, options.run)
             self._devices = devices.claim(tuple(dict.fromkeys(used)), who)
             workshop = Fleet(options, self._lock, self._log)
         else:

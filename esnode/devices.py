@@ -1,7 +1,7 @@
 """Which GPUs a node works on, and that no other node of this user does.
 
 Lives here: `--gpus` and `--lanes` as a list of lanes, and a lock file per device. Imports torch only to
-count. Called by `cli/options.py`, `cli/run.py`, `daemon.py`, `fleet.py` and `gpugroups.py`.
+count. Called by `cli/options.py`, `cli/run.py`, `daemon.py`, `fleet.py`, `gpugroups.py` and `workshop.py`.
 """
 
 from __future__ import annotations
@@ -143,6 +143,11 @@ def visible(index: int) -> str:
     """What CUDA_VISIBLE_DEVICES has to say so that a process sees this GPU only: one of those we see."""
     ours = os.environ.get("CUDA_VISIBLE_DEVICES")
     return ours.split(",")[index].strip() if ours else str(index)
+
+
+def who(name: str, run: Path) -> str:
+    """This process as the user of a device, for others that want it."""
+    return f"node {name} of the run in {run.resolve()} (process {os.getpid()})"
 
 
 def claim(devices: Sequence[str], who: str) -> list[IO[str]]:

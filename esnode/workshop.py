@@ -10,11 +10,12 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from typing import IO
 
 import numpy as np
 import torch
 
-from esnode import __version__, accelerators, ancestry, duty, joined, locking, models, room
+from esnode import __version__, accelerators, ancestry, devices, duty, joined, locking, models, room
 from esnode.checkpoint import Checkpoints, Saved
 from esnode.engines import transformers_engine
 from esnode.engines.interface import MemoryPlan
@@ -51,8 +52,11 @@ class Workshop:
         checkpoints: Checkpoints,
         rederiver: Rederiver,
         ancestors: Sequence[tuple[Chain, int]] = (),
+        held: Sequence[IO[str]] = (),
     ) -> None:
+        """`held`: what keeps other nodes from the engine's devices as long as it is open."""
         self.about = about
+        self._held = held
         self._rederiver = rederiver
         self._checkpoints = checkpoints
         self._ancestors = ancestors
@@ -152,6 +156,8 @@ class Workshop:
         if self._scorer is not None:
             self._scorer.close()
         self._engine.close()
+        for file in self._held:
+            file.close()
 
 
 def load(options: Options, lock: Lock) -> Workshop:
@@ -167,12 +173,17 @@ def load(options: Options, lock: Lock) -> Workshop:
         ) from error
     prepared = locking.prepare(lock, model.path, data, code=options.code)
 
+    held: list[IO[str]] = []
+
     def tell(memory: MemoryPlan) -> None:
         log.info("memory: %s", words(memory))
         total = memory.ranks * memory.total
-        if options.planned is not None:
-            options.planned(in_host(memory, device), total)
-        elif joined.read(options.run):
+        if options.planned is not None:  # a lane, whose devices its node has claimed
+            return options.planned(in_host(memory, device), total)
+        if device != devices.CPU:  # nobody named GPUs: torch takes the first
+            used = [f"{device}:{index}" for index in range(memory.ranks)]
+            held.extend(devices.claim(used, devices.who(options.name, options.run)))
+        if joined.read(options.run):
             duty.read_policy().admit_memory(total)
 
     device, obstacle = accelerators.device(), accelerators.obstacle()
@@ -203,7 +214,7 @@ def load(options: Options, lock: Lock) -> Workshop:
     worker = Worker(lock, engine, prepared, scorer)
     checkpoints = Checkpoints(options.folder, lock, engine, room.of_run(options.run))
     rederiver = Rederiver(lock, model.path, engine, ancestors)
-    return Workshop(engine, worker, scorer, about, checkpoints, rederiver, ancestors)
+    return Workshop(engine, worker, scorer, about, checkpoints, rederiver, ancestors, held)
 
 
 def engine_loader(name: str) -> Callable[..., ReplicaEngine]:

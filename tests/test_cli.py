@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import click
@@ -455,3 +456,25 @@ def test_a_ctrl_c_that_hits_inside_a_callback_is_not_forgotten() -> None:
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=15)
     assert (done.returncode, done.stderr) == (130, "esnode: interrupted\n")
+
+
+@pytest.mark.parametrize("imported", ["click", "esnode.cli.main", "esnode.cli.status"])
+def test_a_ctrl_c_during_the_first_imports_is_one_line(imported: str) -> None:
+    """As pip writes the script: it imports the entry point and calls it."""
+    point = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["esnode"]
+    module, _, function = point.partition(":")
+    program = (
+        "import os, signal, sys\n"
+        "class Hook:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {imported!r}:\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Hook())\n"
+        f"from {module} import {function} as main\n"
+        "sys.argv = ['esnode', 'status', '--help']\n"
+        "sys.exit(main())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, check=False, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "", "esnode: interrupted")

@@ -187,7 +187,7 @@ def test_packing_that_changes_bits_is_not_used(
     engine = transformers_engine.load(tiny.lock(folders["qwen2"]), folders["qwen2"], compute="bfloat16")
     plain = packing.functional.linear
     monkeypatch.setattr(packing.functional, "linear", lambda *arguments: plain(*arguments) + 1)
-    found = packing.Packing(engine.model)
+    found = packing.Packing(packing.linears(engine.model))
     found.use(4)
     assert not found._packed
 

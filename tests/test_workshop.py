@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from esnode import begin, rebuild
+from esnode import begin, devices, nodeoptions, rebuild, workshop
+from esnode.engines.interface import MemoryPlan
 from esnode.folder import RunFolder
 from esnode.tell import silent
 from protocol import ledger
@@ -78,3 +81,34 @@ def test_a_node_with_other_task_data_never_joins(folder: RunFolder) -> None:
             assert line.startswith("esnode: ") and "is not the run's" in line
     finally:
         folder.task.write_bytes(text)
+
+
+def test_two_nodes_without_gpus_option_do_not_meet_on_one(
+    folder: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine takes the first GPUs, as many as it has ranks; of a lane, the node has claimed them."""
+    monkeypatch.setenv("ESNODE_DATA", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(workshop.accelerators, "device", lambda: "cuda")
+    monkeypatch.setattr(workshop.accelerators, "obstacle", lambda: None)
+    monkeypatch.setattr(workshop, "pick", lambda *_: None)
+    monkeypatch.setattr(workshop, "selftest_digest", lambda *_: b"")
+    monkeypatch.setattr(workshop, "engine_loader", lambda _: planning)
+    told: list[int] = []
+
+    def planning(*_: Any, report: Any, **__: Any) -> None:
+        report(MemoryPlan(1, 1, 1, 10, ranks=2))
+        raise NotImplementedError("far enough")
+
+    options = nodeoptions.parse(["--run", str(folder.path), "--name", "cpu"])
+    lock = nodeoptions.read_lock(folder.path)
+    with pytest.raises(NotImplementedError):
+        workshop.load(options, lock)
+    other = devices.claim(["cuda:1"], "node other of the run in /runs/b (process 12)")
+    with pytest.raises(devices.DeviceError, match="cuda:1 is used by node other of the run in /runs/b"):
+        workshop.load(options, lock)
+    with pytest.raises(NotImplementedError):
+        workshop.load(replace(options, planned=lambda host, total: told.append(total)), lock)
+    assert told == [6]
+    for file in other:
+        file.close()

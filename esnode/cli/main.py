@@ -1,7 +1,7 @@
 """The `esnode` command: its table of subcommands, and how errors become exit codes.
 
 Subcommands are imported only when they are used, so that `esnode --help` answers at once and the base install
-(without torch) can run everything that needs no model. Called as the console script and as
+(without torch) can run everything that needs no model. Called by `entry.py`, the console script, and as
 `python -m esnode.cli.main`.
 """
 
@@ -15,16 +15,16 @@ import threading
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 
 import esnode
+from esnode.cli.entry import EXIT_INTERRUPTED
 from protocol.errors import UserError
 from protocol.logfile import printable
 
 EXIT_BUG = 70
-EXIT_INTERRUPTED = 130
 NODE_EXTRA = frozenset(
     {
         *("accelerate", "gguf", "jinja2", "llvmlite", "math_verify", "matplotlib", "numba", "reasoning_gym"),
@@ -159,10 +159,15 @@ def keep_interrupts() -> None:
     sys.unraisablehook = hook
 
 
-def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run one command and exit: 0 done, 1 refused or failed, 2 wrong usage, 70 a bug of ours, 130 Ctrl-C."""
-    keep_interrupts()
+def main(arguments: Sequence[str] | None = None, interrupt: Any = None) -> NoReturn:
+    """Run one command and exit: 0 done, 1 refused or failed, 2 wrong usage, 70 a bug of ours, 130 Ctrl-C.
+
+    `interrupt`: what is to handle SIGINT from now on; None leaves that as it is.
+    """
     try:
+        if interrupt is not None:
+            signal.signal(signal.SIGINT, interrupt)
+        keep_interrupts()
         outcome = cli.main(args=arguments, prog_name="esnode", standalone_mode=False)
         sys.exit(outcome if isinstance(outcome, int) else 0)
     except UserError as error:

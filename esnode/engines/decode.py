@@ -25,7 +25,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from esnode.engines.interface import Cancelled, Sampling, StopCheck, never
-from esnode.engines.packing import WORTH, Packing
+from esnode.engines.packing import WORTH, Packing, linears
 from esnode.engines.sampling import Picker
 from esnode.engines.shortage import OutOfMemory, Room
 
@@ -91,7 +91,7 @@ class Decoder:
 
     def __init__(self, model: nn.Module, limits: Limits, device: str = "cpu", pack: bool = False) -> None:
         self.model = model
-        self.packing = Packing(model, pack)
+        self.packing = Packing(linears(model) if pack else ())
         self.room = Room()
         self._limits = limits
         self._device = device

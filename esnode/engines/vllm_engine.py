@@ -23,10 +23,11 @@ from torch import nn
 from esnode import accelerators, memory, placement, slicemap
 from esnode import kernels as kernel_registry
 from esnode import ranks as cutting
-from esnode.engines import vllm_canary, vllm_start
+from esnode.engines import vllm_canary, vllm_cpu, vllm_start, vllm_watch
 from esnode.engines.interface import Cancelled, MemoryPlan, Sampling, StopCheck, never
+from esnode.engines.packing import WORTH, Packing
 from esnode.engines.replica_engine import ReplicaEngine, require_base
-from esnode.engines.shortage import loading
+from esnode.engines.shortage import OutOfMemory, loading
 from esnode.engines.vllm_ranks import RankedReplica, Ranks
 from esnode.engines.vllm_start import CACHE_BYTES, MOST_BATCHED_TOKENS, MOST_SEQUENCES
 from esnode.engines.wish import DEFAULT, Wish
@@ -54,12 +55,18 @@ class VllmEngine(ReplicaEngine):
         kernels: Kernels,
         fingerprint: bytes,
         ranks: Ranks,
+        packing: Packing | None = None,
     ) -> None:
         super().__init__(lock, replica, kernels, fingerprint)
+        self._packing = packing or Packing(())
         self._broken: tuple[int, ...] = ()
         self._engine = engine
         self._ranks = ranks
         self._served = 0
+
+    def forget(self) -> None:
+        """Packed copies of the weights are those of other weights from now on."""
+        self._packing.drop()
 
     @property
     def broken(self) -> tuple[int, ...]:
@@ -74,23 +81,19 @@ class VllmEngine(ReplicaEngine):
         stop: StopCheck = never,
     ) -> list[list[int]]:
         """New token ids per prompt, stop id excluded. `streams[k]` (u64) seeds row k's sampling."""
-        from vllm import SamplingParams
-
-        settings = [
-            SamplingParams(
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                seed=stream >> 1 if sampling.temperature else None,  # vLLM's seeds are signed
-                max_tokens=sampling.max_new_tokens,
-                stop_token_ids=list(sampling.stop_ids),
-                ignore_eos=True,  # the lock names the stop ids
-                logprobs=0,  # of the chosen token: not a number where the logits are none
-                detokenize=False,
-            )
-            for stream in streams
-        ]
+        if sampling.max_new_tokens >= WORTH:
+            self._packing.use(len(prompts))
+        self._ranks.call(vllm_watch.begin)
+        outputs = self._run(prompts, _settings(sampling, streams, None), stop)
+        looks = self._ranks.call(vllm_watch.end)
+        self._broken = ()
+        if prompts and not any(seen for seen, _ in looks):
+            raise RuntimeError("vLLM computes logits where they are not seen")
+        if not all(sound for _, sound in looks):
+            self._ranks.call(_empty_cache)
+            outputs = self._settled(prompts, _settings(sampling, streams, 0), _chosen, stop)
         answers = []
-        for row, output in enumerate(self._settled(prompts, settings, _chosen, stop)):
+        for row, output in enumerate(outputs):
             tokens = [] if row in self._broken else list(output.outputs[0].token_ids)
             answers.append(tokens[:-1] if tokens and tokens[-1] in sampling.stop_ids else tokens)
         return answers
@@ -155,7 +158,11 @@ class VllmEngine(ReplicaEngine):
         for start in range(0, len(rows), size or 1):
             part = slice(start, start + size)
             decoded = min(len(rows[part]), MOST_SEQUENCES)
-            outputs += self.room.batch(decoded, partial(self._batch, rows[part], settings[part], stop))
+            try:
+                outputs += self.room.batch(decoded, partial(self._batch, rows[part], settings[part], stop))
+            except OutOfMemory:
+                self._packing.give_up()
+                raise
         return outputs
 
     def _batch(self, rows: Sequence[Sequence[int]], settings: Sequence[Any], stop: StopCheck) -> list[Any]:
@@ -179,6 +186,25 @@ class VllmEngine(ReplicaEngine):
                 with self._ranks.turn():
                     self._engine.step()
         return [finished[name] for name in names]
+
+
+def _settings(sampling: Sampling, streams: Sequence[int], logprobs: int | None) -> list[Any]:
+    """vLLM's settings of each row. `logprobs` 0: also the log-probability of the chosen tokens."""
+    from vllm import SamplingParams
+
+    return [
+        SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            seed=stream >> 1 if sampling.temperature else None,  # vLLM's seeds are signed
+            max_tokens=sampling.max_new_tokens,
+            stop_token_ids=list(sampling.stop_ids),
+            ignore_eos=True,  # the lock names the stop ids
+            logprobs=logprobs,
+            detokenize=False,
+        )
+        for stream in streams
+    ]
 
 
 def _chosen(output: Any) -> list[float]:
@@ -263,7 +289,9 @@ def load(
     views = slicemap.probe(model, folder, specs, through, live)
     replica = Replica(model, views, lock, folder, kernels, device=device, host=host)
     require_base(lock, replica, folder)
-    made = VllmEngine(lock, replica, engine, kernels, fingerprint, ranks)
+    room = plan.on_device + plan.live <= plan.available // wish.sharing
+    packing = vllm_cpu.packing(model) if kind == "cpu" and room else None
+    made = VllmEngine(lock, replica, engine, kernels, fingerprint, ranks, packing)
     with vllm_start.first_answers(folder):
         vllm_canary.check(made, partial(vllm_canary.reloaded, lock, replica, through))
     return made

@@ -1,7 +1,6 @@
 """Starting vLLM: which releases, with which settings, in this process or with a process for each rank.
 
-vLLM's engine core always runs in this process. On CPUs vLLM repacks linear weights and would not see later
-writes: there its layers are told to read the plain weights. Called by `vllm_engine.py`.
+vLLM's engine core always runs in this process. Called by `vllm_engine.py`.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import torch
 from torch import nn
 
+from esnode.engines import vllm_cpu
 from esnode.engines.shortage import is_shortage
 from esnode.engines.wish import DEFAULT, Wish
 from protocol.errors import UserError, first_line
@@ -83,7 +83,7 @@ def _started(lock: Lock, folder: Path, kind: str, threads: int | None, ranks: in
     from vllm.v1.engine.llm_engine import LLMEngine
 
     if kind == "cpu":
-        read_plain_weights()
+        vllm_cpu.prepare()
     if threads and ranks == 1:
         torch.set_num_threads(threads)
     settings: dict[str, Any] = {
@@ -101,7 +101,9 @@ def _started(lock: Lock, folder: Path, kind: str, threads: int | None, ranks: in
         "disable_log_stats": True,
         "enforce_eager": kind == "cpu",  # compiling takes a minute and a half there
     }
-    if kind != "cpu":
+    if kind == "cpu":
+        settings["ir_op_priority"] = vllm_cpu.NORMS
+    else:
         settings["kv_cache_memory_bytes"] = CACHE_BYTES[kind]
         settings["gpu_memory_utilization"] = 0.9 / wish.sharing  # as much must be free when it starts
     if ranks > 1:
@@ -176,21 +178,6 @@ def _hidden(name: str) -> Iterator[None]:
     finally:
         if module is not None:
             sys.modules[name] = module
-
-
-def read_plain_weights() -> None:
-    """Let linear layers read `weight` at every call instead of a packed copy made at load."""
-    from vllm.model_executor.layers import utils
-
-    packed = utils.dispatch_cpu_unquantized_gemm
-
-    def dispatch(layer: Any, remove_weight: bool) -> None:
-        if layer.weight.ndim == 2:
-            layer.cpu_linear = nn.functional.linear
-        else:
-            packed(layer, remove_weight)
-
-    utils.dispatch_cpu_unquantized_gemm = dispatch
 
 
 def through_loader(config: Any, model: nn.Module, items: Iterator[tuple[str, torch.Tensor]]) -> None:

@@ -23,8 +23,9 @@ from vllm.platforms import current_platform
 
 from esnode import kernels as kernel_registry
 from esnode import leash, manifest, placement, shardmap
+from esnode.engines import vllm_cpu
 from esnode.engines.shortage import is_shortage
-from esnode.engines.vllm_start import EXIT_FAULT, EXIT_MEMORY, read_plain_weights, through_loader
+from esnode.engines.vllm_start import EXIT_FAULT, EXIT_MEMORY, through_loader
 from esnode.hostmaster import HostMaster, Layout
 from esnode.kernels.interface import Region
 from esnode.parts import master_of
@@ -39,7 +40,7 @@ from protocol.lock import Lock, lock_from_bytes
 from protocol.pieces import Piece
 
 if current_platform.is_cpu():
-    read_plain_weights()
+    vllm_cpu.prepare()
 
 
 class RankWorker:
