@@ -9,6 +9,7 @@ Called by `decode.py`, and for vLLM's layers by `vllm_cpu.py` and `vllm_engine.p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ _CHECKED_ROWS = (1, 5, 32, 130)
 class Packing:
     """The packed copies of linear layers: made by `use`, gone after `drop`."""
 
-    def __init__(self, layers: Iterable[nn.Module], place: str = "forward") -> None:
+    def __init__(self, layers: Iterable[Any], place: str = "forward") -> None:
         """`place`: the attribute of a layer that multiplies, called with values or (values, weight, bias)."""
         self._linears = [layer for layer in layers if _suits(layer)]
         self._place = place
@@ -61,7 +62,7 @@ class Packing:
     def give_up(self) -> None:
         """Never pack again: there is no room for copies."""
         self.drop()
-        self._linears = self._plain = []
+        self._linears, self._plain = [], []
 
     def _gives_equal_bits(self, rows: int) -> bool:
         """One layer of each shape on made-up input, for few and many rows, against the plain product."""
@@ -83,13 +84,13 @@ def linears(model: nn.Module) -> list[nn.Module]:
     return [layer for layer in model.modules() if type(layer) is nn.Linear]
 
 
-def _suits(layer: nn.Module) -> bool:
+def _suits(layer: Any) -> bool:
     if layer.weight.dtype != torch.bfloat16 or layer.weight.device.type != "cpu":
         return False
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 
 
-def _packed_product(layer: nn.Module, rows: int) -> Callable[..., torch.Tensor]:
+def _packed_product(layer: Any, rows: int) -> Callable[..., torch.Tensor]:
     packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), rows)
     own = getattr(layer, "bias", None)
 
