@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from protocol import ledger
+from protocol.lock import lock_from_bytes
 from tests import chaos, toy_engine
 from tests.runs import FOREVER, PATIENCE, ROOT, Processes, make_folder, toy_lock, wait_for
 
@@ -64,7 +65,8 @@ def test_another_plan_on_the_same_folder(tmp_path: Path) -> None:
         assert processes.coordinator().wait(PATIENCE) == 1
         words = processes.words("coordinator").splitlines()[-1]
         assert words.startswith("esnode: ") and "Traceback" not in processes.words("coordinator")
-        assert "another" in words or other.run_id.hex()[:12] in words, words
+        runs = [lock_from_bytes(held).run_id.hex()[:12] for held in (right, other.to_bytes())]
+        assert f"belongs to run {runs[0]}, not to this plan's run {runs[1]}; give" in words, words
         assert (tmp_path / "run.ledger").read_bytes() == before
         lock_file.write_bytes(right)
         processes.end_after(2)

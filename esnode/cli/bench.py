@@ -30,7 +30,12 @@ def bench() -> None:
 @click.option("--task", default="short-answers", show_default=True, help="Without a plan: the task.")
 @click.option("--model", default="demo", show_default=True, help="Without a plan: the model.")
 @click.option(
-    "--members", type=click.IntRange(min=1), default=4, show_default=True, help="Members to measure."
+    "--members",
+    type=click.IntRange(min=1),
+    default=4,
+    metavar="N",
+    show_default=True,
+    help="Members of round 0 to measure.",
 )
 @options.threads
 @options.engine

@@ -74,7 +74,11 @@ def key() -> None:
     help="Be the successor of a lost coordinator, from a ledger file that survived or from a node that did, "
     "tcp://HOST:PORT/KEY as its folder's file `peer` says; may be repeated, the strongest ledger counts.",
 )
-@click.option("--force", is_flag=True, help="A successor does not wait for those who did the recent work.")
+@click.option(
+    "--force",
+    is_flag=True,
+    help="With --recover-from: begin after 10 s, whoever is missing of those who did the recent work.",
+)
 @click.option("--metrics", metavar="[HOST:]PORT", help="Numbers for Prometheus there; loopback if no HOST.")
 @click.option(
     "--relay",

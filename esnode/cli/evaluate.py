@@ -18,21 +18,50 @@ from esnode.cli.ledger import BASE, ROUND, told
 @click.argument("what", metavar="MODEL|LEDGER")
 @click.option("--task", metavar="T", help="What to measure [default: the ledger's own task].")
 @click.option(
-    "--split", type=click.Choice(["heldout", "train"]), default="heldout", show_default=True, help="Prompts."
+    "--split",
+    type=click.Choice(["heldout", "train"]),
+    default="heldout",
+    show_default=True,
+    help="Which of the task's prompts.",
 )
 @click.option(
     "--samples",
     type=click.IntRange(min=0),
     default=0,
     metavar="N",
-    help="Sampled answers per prompt [default: 0].",
+    help="Sampled answers per prompt, besides the greedy one [default: 0].",
 )
-@click.option("--temperature", type=float, default=1.0, show_default=True, help="Of the sampled answers.")
-@click.option("--top-p", type=float, default=1.0, show_default=True, help="Nucleus of the sampled answers.")
 @click.option(
-    "--max-new-tokens", type=click.IntRange(min=0), default=0, help="Longest answer [default: the task's]."
+    "--temperature",
+    type=float,
+    default=1.0,
+    metavar="X",
+    show_default=True,
+    help="Temperature of sampled answers.",
 )
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the sampling.")
+@click.option(
+    "--top-p",
+    type=float,
+    default=1.0,
+    metavar="P",
+    show_default=True,
+    help="Sample from the likeliest tokens that hold P of the probability.",
+)
+@click.option(
+    "--max-new-tokens",
+    type=click.IntRange(min=0),
+    default=0,
+    metavar="N",
+    help="Longest answer, in tokens [default: the task's].",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0),
+    default=0,
+    metavar="N",
+    show_default=True,
+    help="Seed of sampled answers.",
+)
 @click.option(
     "--option", "-o", "pairs", multiple=True, metavar="KEY=VALUE", help="A task option, as in [run.options]."
 )
@@ -41,7 +70,7 @@ from esnode.cli.ledger import BASE, ROUND, told
     type=click.Choice(["bfloat16", "float16", "float32"]),
     default="bfloat16",
     show_default=True,
-    help="Of a MODEL.",
+    help="Precision that a MODEL decodes in; a LEDGER says its own.",
 )
 @options.code
 @BASE

@@ -31,12 +31,12 @@ tp = click.option(
 master = click.option(
     "--master",
     type=click.Choice(["auto", "device", "host"]),
-    help="Where the master lies [default: on the GPU if it fits, else in host memory].",
+    help="Where the master, the float32 weights, lies [default: on the GPU if it fits, else in host memory].",
 )
 backend = click.option(
     "--backend",
     type=click.Choice(["cpu", "triton", "compiled", "reference"]),
-    help="Kernels [default: the fastest].",
+    help="Kernels that perturb and update the weights [default: the fastest].",
 )
 gpus = click.option("--gpus", metavar="all|INDEX,...", help="Work on these GPUs, an engine on each.")
 engines_per_gpu = click.option(

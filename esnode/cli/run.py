@@ -18,9 +18,17 @@ from esnode.cli import options
 @click.option(
     "--model", metavar="MODEL", help="Hub id, folder or .gguf file, instead of the plan's [default: demo]."
 )
-@click.option("--nodes", type=click.IntRange(1, 64), help="Nodes [default: 2; 1 with GPUs or --lanes].")
 @click.option(
-    "--threads", type=click.IntRange(min=1), help="CPU threads per node [default: 1; all cores with GPUs]."
+    "--nodes",
+    type=click.IntRange(1, 64),
+    metavar="N",
+    help="Node processes [default: 2; 1 with GPUs or --lanes].",
+)
+@click.option(
+    "--threads",
+    type=click.IntRange(min=1),
+    metavar="T",
+    help="CPU threads per node [default: 1; all cores with GPUs].",
 )
 @options.engine
 @options.gpus
