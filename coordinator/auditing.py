@@ -31,7 +31,7 @@ from protocol.messages import Ack, Evidence, EvidenceAsk, Kind, Message, Result,
 RECENT = 2 * REFERENCES + 2  # results remembered as references
 SMALL_POOL = 16  # nodes up to which every result may look at all of them for a second node
 LONGEST_WAIT = 60.0  # seconds a complete round waits at most for a second result
-ASK_AGAIN = 3.0
+ASK_AGAIN = 3.0  # seconds between requests for scores that have not come
 PATIENCE = 30.0  # seconds without an answer, after which an audit is judged without it
 
 # ---------------------------------------------------------------- choosing
@@ -121,10 +121,6 @@ def holds(turn: Turn) -> bool:
 def _put(turn: Turn, new: Case) -> Case:
     turn.set(audits=turn.audits.put(new))
     return new
-
-
-def _remove(turn: Turn, old: Case) -> None:
-    turn.set(audits=turn.audits.ended([old]))
 
 
 # ---------------------------------------------------------------- the second result, the evidence
@@ -222,27 +218,31 @@ def forget(turn: Turn, key: bytes) -> None:
 # ---------------------------------------------------------------- the judgement
 
 
+def _compared(turn: Turn, first: Half, second: Half, case: Case) -> audit.Sums:
+    """What the scores of an audit's two nodes say; nothing where those of one are not whole."""
+    if not (first.done and second.done):
+        return audit.Sums()
+    seconds = [half for half in case.theirs if half.key == second.key]
+    thirds = [half for half in case.theirs if half.key != second.key]
+    mine, theirs, others = (
+        [half.scores for half in halves if half.done] for halves in (case.mine, seconds, thirds)
+    )
+    evidence, out = turn.state.evidence, turn.state.quarantined
+    return audit.compare(
+        first.scores, second.scores, mine, theirs, others, turn.lock.reward_low, turn.lock.reward_high,
+        first_rates=audit.rates(evidence, first.key, out),
+        second_rates=audit.rates(evidence, second.key, out),
+        alike=bool(first.engine) and first.engine == second.engine,
+    )  # fmt: skip
+
+
 def _finish(turn: Turn, case: Case) -> None:
-    """All evidence that can be had is here."""
+    """Judge an audit by the evidence there is, journal the outcome and put out whoever fails."""
     assert case.second is not None
-    _remove(turn, case)
+    turn.set(audits=turn.audits.ended([case]))
     faults = [(half.key, half.fault) for half in case.halves if half.fault]
     first, second = case.first, case.second
-    sums = audit.Sums()
-    if first.done and second.done:
-        alike = bool(first.engine) and first.engine == second.engine
-        seconds = [half for half in case.theirs if half.key == second.key]
-        thirds = [half for half in case.theirs if half.key != second.key]
-        mine, theirs, others = (
-            [half.scores for half in halves if half.done] for halves in (case.mine, seconds, thirds)
-        )
-        evidence, out = turn.state.evidence, turn.state.quarantined
-        sums = audit.compare(
-            first.scores, second.scores, mine, theirs, others, turn.lock.reward_low, turn.lock.reward_high,
-            first_rates=audit.rates(evidence, first.key, out),
-            second_rates=audit.rates(evidence, second.key, out),
-            alike=alike,
-        )  # fmt: skip
+    sums = _compared(turn, first, second, case)
     record = Audited(first.key, second.key, msgspec.structs.astuple(sums), tuple(faults), ())
     state = admit_evidence(turn.state, record)
     verdicts: list[tuple[bytes, str]] = []

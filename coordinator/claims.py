@@ -101,7 +101,7 @@ def barred(state: Any, key: bytes) -> str:
 
 
 def misfit(state: Any, message: Rederived) -> str:
-    """Why an answer is none that a node could give here; "" for one that it could."""
+    """Why no node could have given this answer here; "" for one that could."""
     if not message.held:
         return ""  # what it mended by itself
     if any(piece >= len(pieces_of(state.lock)) for piece in message.pieces):

@@ -13,7 +13,7 @@ from typing import Any
 
 from coordinator.membership import BEHIND, LEFT, LOST, NEW, READY, STALLED, SUSPECT
 
-# Always present, so that none is a 0 and not a gap.
+# Always present: where there is none, 0 is shown and not a gap.
 STANDINGS = (READY, SUSPECT, LOST, NEW, BEHIND, STALLED, LEFT)
 VERDICTS = ("accepted", "late", "refused", "failed")
 Sample = tuple[Mapping[str, str], float]

@@ -439,10 +439,16 @@ def test_status_of_a_folder_that_is_not_running(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["state"] == "not locked yet"
 
 
-def test_a_ctrl_c_that_hits_inside_a_callback_is_not_forgotten() -> None:
-    """Python prints what a finaliser raises and goes on: the command would end as if nobody had asked."""
+@pytest.mark.parametrize("start", [0.0, 0.3], ids=["at-once", "on-a-busy-machine"])
+def test_a_ctrl_c_that_hits_inside_a_callback_is_not_forgotten(start: float) -> None:
+    """Python prints what a finaliser raises and goes on: the command would end as if nobody had asked.
+
+    `start`: seconds until the thread that is to raise it again has been started.
+    """
     program = (
-        "import time\n"
+        "import threading, time\n"
+        "usual = threading.Thread.start\n"
+        f"threading.Thread.start = lambda thread: (usual(thread), time.sleep({start}))\n"
         "from esnode.cli import main as front\n"
         "class Dying:\n"
         "    def __del__(self):\n"

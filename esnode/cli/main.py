@@ -12,6 +12,7 @@ import importlib
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -149,10 +150,18 @@ def keep_interrupts() -> None:
     """Raise a Ctrl-C again that hit inside a callback, where Python can only print and forget it."""
     usual = sys.unraisablehook
     main_thread = threading.main_thread().ident or 0
+    inside = threading.Lock()
+
+    def again() -> None:
+        with inside:  # what is raised before the hook has returned is forgotten as well
+            pass
+        time.sleep(0.01)
+        signal.pthread_kill(main_thread, signal.SIGINT)
 
     def hook(unraisable: sys.UnraisableHookArgs) -> None:
         if isinstance(unraisable.exc_value, KeyboardInterrupt):
-            threading.Timer(0.01, signal.pthread_kill, (main_thread, signal.SIGINT)).start()
+            with inside:
+                threading.Thread(target=again, daemon=True).start()
         else:
             usual(unraisable)
 
