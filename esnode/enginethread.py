@@ -170,6 +170,7 @@ class Broken:
 
     trace: str
     sentence: str = ""  # of an engine that ended by itself
+    rows: int = 0  # that a new engine should take at once at most; 0: any number
 
 
 Report = (
@@ -352,4 +353,6 @@ def _throw(error: Exception) -> NoReturn:
 
 def _broken(error: Exception) -> Broken:
     """The report of what is being handled."""
-    return Broken(traceback.format_exc(), str(error) if isinstance(error, EngineEnded) else "")
+    if isinstance(error, EngineEnded):
+        return Broken(traceback.format_exc(), str(error), error.rows)
+    return Broken(traceback.format_exc())

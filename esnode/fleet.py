@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 from esnode import children, devices, duty, events, joined, laneevents, lanes, memory, nodeoptions
 from esnode.engines.wish import Wish
 from esnode.lanestate import STARTING, name_of
-from esnode.lanewire import Alive, Loaded, Log, Need, Pipe, Planned, Refresh, Refused, Reread, Where
+from esnode.lanewire import Alive, Bound, Loaded, Log, Need, Pipe, Planned, Refresh, Refused, Reread, Where
 from esnode.nodeoptions import Options
 from protocol.entries import Entry
 from protocol.errors import UserError
@@ -65,6 +65,7 @@ class Fleet:
         self._processes: dict[int, _Process] = {}
         self._loaded: dict[int, Loaded] = {}
         self._needs: dict[int, Planned] = {}  # of lanes whose process runs
+        self._bounds: dict[int, int] = {}  # rows at once of lanes that ended for want of memory
         self._free = memory.available()  # before any of them has allocated anything
         self._chain: Sequence[Entry] = ()
         self._out: list[events.Event] = []
@@ -139,7 +140,7 @@ class Fleet:
         for process in processes:
             _end(process.process)
         for process in processes:
-            process.process.wait()
+            process.process.communicate()
         return True
 
     # ------------------------------------------------------------ around the core
@@ -182,6 +183,10 @@ class Fleet:
                 self._step(laneevents.Heard(now, number))
             case Refused(sentence):
                 process.sentence = sentence
+            case Bound(rows):
+                self._bounds[number] = rows
+                words = "%s takes at most %d prompts at once from now on: slower, and another fingerprint"
+                self._log.warning(words, name_of(self._state, number), rows)
             case Planned():
                 self._on_planned(number, word)
             case Need():
@@ -221,7 +226,8 @@ class Fleet:
 
     def _on_end(self, now: float, number: int, process: _Process) -> None:
         _end(process.process)  # and its own children, which may outlive it
-        code = process.process.wait()
+        process.process.communicate()
+        code = process.process.returncode
         process.told.put(None)
         process.pipe.close()
         del self._processes[number]
@@ -245,12 +251,13 @@ class Fleet:
         threads = plan.threads or max(1, self._options.threads // count)
         sharing = sum(other.devices == plan.devices for other in self._plans)
         ranks = ranks_of(self._options.lanes[number], self._options.wish)
-        words = nodeoptions.lane_words(self._options, threads, plan.backend, sharing, ranks)
+        rows = self._bounds.get(number, 0)
+        words = nodeoptions.lane_words(self._options, threads, plan.backend, sharing, ranks, rows)
         with contextlib.ExitStack() as unused, theirs:
             unused.callback(ours.close)
             process = subprocess.Popen(
                 [sys.executable, "-m", "esnode.laneprocess", str(theirs.fileno()), *words],
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,  # the leash: it ends with us
                 env={**os.environ, **children.importable(), **devices.surroundings(plan, threads)},
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,

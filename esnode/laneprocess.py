@@ -25,7 +25,7 @@ from esnode import leash, nodeoptions, reports
 from esnode.engines.wish import LeaderGone
 from esnode.enginethread import Broken, EngineThread, Taken
 from esnode.events import Progress
-from esnode.lanewire import Alive, Loaded, Log, Need, Pipe, Planned, Refresh, Refused, Reread, Where
+from esnode.lanewire import Alive, Bound, Loaded, Log, Need, Pipe, Planned, Refresh, Refused, Reread, Where
 from protocol.errors import UserError
 from protocol.messages import Unit
 
@@ -83,6 +83,8 @@ class LaneProcess:
             for report in self._engine.reports():
                 if isinstance(report, Broken):
                     self._pipe.send(Log(logging.ERROR, report.sentence or report.trace))
+                    if report.rows:
+                        self._pipe.send(Bound(report.rows))
                     return EXIT_BUG
                 if isinstance(report, Taken):
                     self._pipe.send(Reread(report.digest))
@@ -132,7 +134,7 @@ class LaneProcess:
 
 def main() -> int:
     """Run one lane."""
-    leash.die_with_thread()
+    leash.hold(0)  # with all it starts, ranks that load included
     pipe = Pipe(socket.socket(fileno=int(sys.argv[1])))
     options = nodeoptions.parse(sys.argv[2:])
     log = logging.getLogger(options.name)

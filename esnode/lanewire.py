@@ -97,6 +97,13 @@ class Alive:
 
 
 @dataclass(frozen=True, slots=True)
+class Bound:
+    """It ends for want of memory: a new engine in its place takes so many rows at once at most."""
+
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
 class Refused:
     """Last word of a lane that cannot work here; the sentence says why."""
 
@@ -109,7 +116,7 @@ TYPES: dict[str, type[Any]] = {
         *(ne.Evaluate, ne.CancelUnit, ne.Apply, ne.Rewind, pe.Mend, pe.TakeDigests, pe.Prove, se.Save),
         *(ne.Evaluated, ne.EvaluationFailed, ne.Cancelled, ne.Generated, ne.Progress),
         *(ne.EntriesApplied, ne.Rewound, pe.Damaged, pe.Mended, pe.Digested, pe.Proved, se.Saved),
-        *(Loaded, Log, Alive, Refused, Planned, Need, Where, Refresh, Reread),
+        *(Loaded, Log, Alive, Bound, Refused, Planned, Need, Where, Refresh, Reread),
     )
 }
 

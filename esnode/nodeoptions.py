@@ -86,6 +86,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
     parser.add_argument("--catch-up", choices=("auto", "replay", "snapshot"), default="auto")
     parser.add_argument("--tp", type=int, default=0, help="ranks of the vLLM engine; 0: as few as fit")
     parser.add_argument("--sharing", type=int, default=1, help="engines that the GPU is shared by")
+    parser.add_argument("--rows", type=int, default=0, help="prompts at once at most; 0: any number")
     parser.add_argument("--master", choices=MASTERS, default=MASTERS[0], help="where the master lies")
     parser.add_argument(
         "--lane", action="append", default=[], dest="lanes", metavar="DEVICE", help="an engine of its own"
@@ -93,7 +94,8 @@ def parse(arguments: Sequence[str] | None) -> Options:
     found = vars(parser.parse_args(arguments))
     if not found["name"] or "/" in found["name"] or found["name"].startswith("."):
         parser.error(f"--name {found['name']!r} is no file name")
-    wish = Wish(found.pop("master"), sharing=found.pop("sharing"), tp=found.pop("tp"))
+    numbers = {name: found.pop(name) for name in ("sharing", "tp", "rows")}
+    wish = Wish(found.pop("master"), **numbers)
     found["threads"] = found["threads"] or cores()
     for several in ("coordinator", "lanes"):
         found[several] = tuple(found[several])
@@ -101,10 +103,10 @@ def parse(arguments: Sequence[str] | None) -> Options:
 
 
 def lane_words(
-    options: Options, threads: int, backend: str | None, sharing: int = 1, ranks: int = 0
+    options: Options, threads: int, backend: str | None, sharing: int = 1, ranks: int = 0, rows: int = 0
 ) -> list[str]:
     """The command line of one lane of this node: what concerns the engine. `sharing`: lanes on its GPU;
-    `ranks`: of its engine, 0 for as many as it takes.
+    `ranks`: of its engine, 0 for as many as it takes; `rows`: prompts at once at most, 0 for any number.
     """
     said = {
         "run": options.run,
@@ -118,6 +120,7 @@ def lane_words(
         "master": options.wish.master,
         "tp": ranks or None,
         "sharing": sharing if sharing > 1 else None,
+        "rows": rows or None,
     }
     return [word for name, value in said.items() if value is not None for word in (f"--{name}", str(value))]
 

@@ -1,18 +1,21 @@
 """Loaders whose first lane that gets there goes wrong once: a file in the run's folder is the token.
 
 `flip`: a bit of one lane's master turns over before its next unit; `wrong`: its update comes out wrong, and
-nothing there notices; `die`: all lanes die while they load; `hold`: units wait as long as it is there. Called
-by `test_fleet.py` and `test_orphans.py` as the `--loader` of lanes.
+nothing there notices; `short`: its engine ends for want of memory; `child`: lanes start a process of their
+own, whose number is a file's; `die`: all lanes die while they load; `hold`: units wait as long as it is
+there. Called by `test_fleet.py` and `test_orphans.py` as the `--loader` of lanes.
 """
 
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 from esnode import workshop
+from esnode.engines.interface import EngineEnded
 from esnode.nodeoptions import Options
 from protocol.lock import Lock
 from tests import toy_engine
@@ -53,6 +56,11 @@ def toy(options: Options, lock: Lock) -> Any:
     """The toy."""
     if (options.run / "die").exists():
         os.abort()
+    if (options.run / "child").exists():
+        child = subprocess.Popen(["sleep", "600"])
+        (options.run / f"child.{child.pid}").touch()
+    if options.wish.rows:
+        (options.run / f"rows.{options.wish.rows}").touch()
     made = toy_engine.load(options, lock)
     apply = made.apply
 
@@ -68,6 +76,10 @@ def toy(options: Options, lock: Lock) -> Any:
 
     def held(*arguments: Any) -> Any:
         _hold(options.run)
+        if _wins(options.run / "short"):
+            ended = EngineEnded("rank 1 ran out of memory")
+            ended.rows = 5
+            raise ended
         return evaluate(*arguments)
 
     made.apply, made.evaluate = odd, held

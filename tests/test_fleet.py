@@ -103,14 +103,18 @@ def test_an_engine_that_never_comes_up_ends_the_node_with_a_sentence(tmp_path: P
 
 
 def test_lanes_end_with_their_node(tmp_path: Path) -> None:
+    """With what they have started, such as the ranks of their engines."""
     make_folder(tmp_path, ("n1",))
     (tmp_path / "hold").touch()
+    (tmp_path / "child").touch()
     with Processes(tmp_path) as processes:
         processes.coordinator()
         node = processes.node("n1", *LANES)
         wait_for(lambda: units_of(processes))
         pids = lane_pids(node)
         assert len(pids) == 2
+        pids += [int(path.suffix[1:]) for path in tmp_path.glob("child.*")]
+        assert len(pids) == 4 and all(map(alive, pids))
         processes.kill("n1")
         wait_for(lambda: not any(alive(pid) for pid in pids), 20)
         node = processes.node("n1", *LANES)
@@ -119,6 +123,18 @@ def test_lanes_end_with_their_node(tmp_path: Path) -> None:
         node.terminate()
         assert node.wait(20) == 0 and time.monotonic() - began < 10
         wait_for(lambda: not any(alive(pid) for pid in pids), 20)
+
+
+def test_an_engine_that_ended_for_want_of_memory_begins_again_with_fewer_rows(tmp_path: Path) -> None:
+    make_folder(tmp_path, ("n1",), rounds=2)
+    (tmp_path / "short").touch()
+    with Processes(tmp_path) as processes:
+        processes.coordinator()
+        node = processes.node("n1", "--lane", "cpu", *LANES[4:])
+        processes.wait_end()
+        assert node.wait(20) == 0
+        assert "takes at most 5 prompts at once from now on" in processes.words("n1")
+    assert (tmp_path / "rows.5").exists()
 
 
 def test_a_lane_that_starts_again_with_another_lock_is_given_up(tmp_path: Path) -> None:

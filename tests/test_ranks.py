@@ -146,11 +146,12 @@ def test_mixtures_and_quantised_models_are_refused_by_name(tmp_path: Path) -> No
 def test_an_engine_that_ended_is_no_fault_of_the_unit() -> None:
     """It must not be tried again there, nor count against its member: the engine is what failed."""
     ended = EngineEnded("a process of the engine ended")
+    ended.rows = 3
 
     def raise_it() -> Any:
         raise ended
 
     thread = EngineThread(object(), lambda: None)  # type: ignore[arg-type]
     report = thread._ended(object(), raise_it)  # type: ignore[arg-type]
-    assert isinstance(report, Broken) and report.sentence == str(ended)
+    assert isinstance(report, Broken) and (report.sentence, report.rows) == (str(ended), 3)
     assert thread.close(5)

@@ -84,7 +84,7 @@ def test_memory_that_one_rank_lacks_ends_all_of_them_soon(tmp_path: Path) -> Non
     found = check("llama", "failing2", tmp_path)
     assert all("rank 1 of the vLLM engine ran out of memory" in words for words in found["said"])
     assert len(found["said"]) == 2 and not found["left"]
-    assert found["seconds"] < 100
+    assert found["rows"][0] == 3 and found["seconds"] < 100
 
 
 @installed

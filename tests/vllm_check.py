@@ -196,15 +196,16 @@ def failing(folder: Path, ranks: int) -> dict[str, Any]:
             worker.model_runner.model.register_forward_pre_hook(allocate)
 
     engine._ranks.call(arm)
-    said, began = [], time.monotonic()
+    said, rows, began = [], [], time.monotonic()
     for work in (lambda: answers(engine), engine.restore):
         try:
             work()
         except EngineEnded as error:
             said.append(str(error))
+            rows.append(error.rows)
     core = engine._engine.engine_core.engine_core  # type: ignore[attr-defined]
     left = [worker.proc.is_alive() for worker in core.model_executor.workers]
-    return {"said": said, "seconds": time.monotonic() - began, "left": sum(left)}
+    return {"said": said, "rows": rows, "seconds": time.monotonic() - began, "left": sum(left)}
 
 
 def _ended(engine: VllmEngine) -> str:

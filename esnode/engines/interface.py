@@ -22,7 +22,12 @@ class Cancelled(Exception):
 
 
 class EngineEnded(UserError):
-    """A process of the engine is gone: nothing more can be had of it, by no other unit either."""
+    """A process of the engine is gone: nothing more can be had of it, by no other unit either.
+
+    `rows`: what a new engine should take at once at most, where memory ran out; 0: any number.
+    """
+
+    rows = 0
 
 
 @dataclass(frozen=True, slots=True)

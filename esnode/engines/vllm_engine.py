@@ -24,7 +24,7 @@ from esnode import accelerators, memory, placement, slicemap
 from esnode import kernels as kernel_registry
 from esnode import ranks as cutting
 from esnode.engines import vllm_canary, vllm_cpu, vllm_start, vllm_watch
-from esnode.engines.interface import Cancelled, MemoryPlan, Sampling, StopCheck, never
+from esnode.engines.interface import Cancelled, EngineEnded, MemoryPlan, Sampling, StopCheck, never
 from esnode.engines.packing import WORTH, Packing
 from esnode.engines.replica_engine import ReplicaEngine, require_base
 from esnode.engines.shortage import OutOfMemory, loading
@@ -56,13 +56,16 @@ class VllmEngine(ReplicaEngine):
         fingerprint: bytes,
         ranks: Ranks,
         packing: Packing | None = None,
+        rows: int = 0,
     ) -> None:
+        """`rows`: prompts at once at most, 0 for any number."""
         super().__init__(lock, replica, kernels, fingerprint)
         self._packing = packing or Packing(())
         self._broken: tuple[int, ...] = ()
         self._engine = engine
         self._ranks = ranks
         self._served = 0
+        self.room.rows = rows
 
     def forget(self) -> None:
         """Packed copies of the weights are those of other weights from now on."""
@@ -162,6 +165,9 @@ class VllmEngine(ReplicaEngine):
                 outputs += self.room.batch(decoded, partial(self._batch, rows[part], settings[part], stop))
             except OutOfMemory:
                 self._packing.give_up()
+                raise
+            except EngineEnded as error:
+                error.rows = max(1, decoded // 2) if self._ranks.short else 0
                 raise
         return outputs
 
@@ -276,9 +282,8 @@ def load(
     if count > 1:
         ranked = RankedReplica(ranks.ask, lock, folder, backend, bool(plan.host))
         require_base(lock, ranked, folder)
-        made = VllmEngine(
-            lock, ranked, engine, kernel_registry.pick("cpu", None, threads), fingerprint, ranks
-        )
+        kernels = kernel_registry.pick("cpu", None, threads)
+        made = VllmEngine(lock, ranked, engine, kernels, fingerprint, ranks, rows=wish.rows)
         with vllm_start.first_answers(folder):
             vllm_canary.check(made, ranked.reloaded)
         return made
@@ -291,7 +296,7 @@ def load(
     require_base(lock, replica, folder)
     room = plan.on_device + plan.live <= plan.available // wish.sharing
     packing = vllm_cpu.packing(model) if kind == "cpu" and room else None
-    made = VllmEngine(lock, replica, engine, kernels, fingerprint, ranks, packing)
+    made = VllmEngine(lock, replica, engine, kernels, fingerprint, ranks, packing, wish.rows)
     with vllm_start.first_answers(folder):
         vllm_canary.check(made, partial(vllm_canary.reloaded, lock, replica, through))
     return made

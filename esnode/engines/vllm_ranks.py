@@ -69,6 +69,7 @@ class Ranks:
         self._turns = Turns()
         self._several = engine.vllm_config.parallel_config.world_size > 1
         self._ended = ""
+        self.short = False  # whether they ended for want of memory
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
@@ -108,7 +109,8 @@ class Ranks:
         workers = [worker.proc for worker in core.engine_core.model_executor.workers]
         core.shutdown()
         codes = [process.exitcode for process in workers]
-        if EXIT_MEMORY in codes:
+        self.short = EXIT_MEMORY in codes
+        if self.short:
             what = f"rank {codes.index(EXIT_MEMORY)} of the vLLM engine ran out of memory"
         elif EXIT_FAULT in codes:
             what = f"rank {codes.index(EXIT_FAULT)} of the vLLM engine failed (vllm.log of the node has it)"

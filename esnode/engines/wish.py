@@ -19,7 +19,8 @@ class Wish:
     this one's GPU, or the CPU, is shared by; `tp`: ranks of the vLLM engine, 0 for as many as it takes;
     `ask`: where the master that another engine of this node leads is, called once ours belongs in host
     memory, and answered with its path once it is whole, or with "" by who is to lead;
-    `chatter`: the file for what a library and its processes say while they start, and these later.
+    `chatter`: the file for what a library and its processes say while they start, and these later; `rows`: at
+    once at most, which an engine before this one has learnt, 0 for any number.
     """
 
     master: str = "auto"
@@ -28,6 +29,7 @@ class Wish:
     tp: int = 0
     ask: Callable[[], str] | None = None
     chatter: str | None = None
+    rows: int = 0
 
 
 DEFAULT = Wish()
