@@ -238,14 +238,14 @@ def _start(place: RunFolder, names: list[str], request: Request, descriptor: int
     arguments = ("--data", str(place.path), "--bind", "tcp://127.0.0.1:0")
     log = place.log("coordinator")
     children.add(Child("coordinator", "coordinator.server", arguments, log, keep_open=(descriptor,)))
+    for name, lanes in zip(names, request.lanes or ((),) * len(names), strict=True):  # they load meanwhile
+        children.add(_node(place, name, lanes, request, descriptor))
     deadline = time.monotonic() + LISTEN_SECONDS
     while not address_file.exists():
         children.look(time.monotonic())
         if time.monotonic() > deadline:
             raise ChildFailed(f"the coordinator does not start to listen; its log is {log}.")
         time.sleep(0.05)
-    for name, lanes in zip(names, request.lanes or ((),) * len(names), strict=True):
-        children.add(_node(place, name, lanes, request, descriptor))
 
 
 def _node(place: RunFolder, name: str, lanes: Sequence[str], request: Request, descriptor: int) -> Child:

@@ -16,7 +16,8 @@ from protocol.lock import lock_from_bytes
 from tests import chaos, toy_engine
 from tests.runs import FOREVER, PATIENCE, ROOT, Processes, make_folder, toy_lock, wait_for
 
-ASKS = 1500
+LEDGER = 40_000  # bytes
+ASKS = 4000  # for all of it: what they ask for does not fit into MEMORY
 MEMORY = 150 << 20  # bytes, of a coordinator whatever its peers do
 
 
@@ -32,7 +33,7 @@ def test_a_stopped_peer_with_full_queues(tmp_path: Path) -> None:
         coordinator = processes.coordinator()
         processes.node("n1")
         path = tmp_path / "run.ledger"
-        wait_for(lambda: path.exists() and path.stat().st_size > 100_000)
+        wait_for(lambda: path.exists() and path.stat().st_size > LEDGER)
         stuck = processes.start("n2", "tests.stuck_peer", str(tmp_path), "n2", str(ASKS))
         dropped = wait_for(lambda: processes.status()["wire"]["dropped"].get("Entries"))
         assert dropped > 0
