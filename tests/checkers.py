@@ -215,6 +215,8 @@ class Checkers:
 
     def told_apart(self, name: str, key: bytes, stops: Sequence[tuple[str, str]]) -> None:
         """A node rests on another END than the run's: if it worked lately, somebody's last words say so."""
+        if self.tree.head is None or self.tree.head.entry.kind is not EntryKind.END:
+            return  # of a copied folder's branches the one of the lower term was kept, and ended
         if key not in self.histories.recent_workers([entry.hash for entry in self.chain]):
             return
         lacking = ("not confirmed by", "not heard since")

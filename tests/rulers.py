@@ -97,6 +97,9 @@ class Operator:
         everybody = [actor for name, actor in world.coordinators.items() if name not in world.gone]
         living = [actor for actor in everybody if not (actor.stopped and actor.stopped[1])]
         begun = [actor for actor in living if not actor.state.lineage.waiting]
+        if all(world.checkers.over(sim.disk.raws) for sim in world.nodes.values()):
+            # nobody works for another any more
+            begun = [actor for actor in begun if actor.recall().chain.ended] or begun
         twice = any(actor.stopped and "two histories" in actor.stopped[0] for actor in everybody)
         if begun and not twice:
             self._crown(max(begun, key=rank))
@@ -120,10 +123,12 @@ class Operator:
         world.start(ruler, 0.0)
 
     def _recover(self) -> None:
-        """From the ledger that is kept: the strongest of any node's."""
+        """From the ledger that is kept: the strongest of any node's. Without any the ruler starts again."""
         world = self.world
         ledgers = [[entry.raw for entry in entries_held(sim)] for sim in world.nodes.values()]
-        kept = max(filter(None, ledgers), key=lambda raws: (parse(raws[-1]).term, len(raws)))
+        kept = max(ledgers, key=lambda raws: (parse(raws[-1]).term if raws else -1, len(raws)))
+        if not kept:
+            return self._crown(self.ruler or world.coordinator)
         for actor in list(world.coordinators.values()):
             if actor.name not in world.gone:
                 self.retire(actor)

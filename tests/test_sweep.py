@@ -30,6 +30,8 @@ KNOWN_BAD: dict[int, str] = {
     202534: "a forced successor adopted entries, signed, and took a node with one more for its copy",
     4003: "a machine erred in the rebuild that a dispute asked of it: the run stopped",
     13123: "a node whose side another had confirmed was sent away for an answer it owed",
+    613769: "no node held a ledger for a second successor, the ruler had to be started again: simulator",
+    615271: "of two copies the operator kept the one without END, all nodes had the other's: simulator",
     68: "a torn ledger file under a running node was a fault of the simulator itself",
 }
 FIXED = range(40)
