@@ -32,7 +32,7 @@ help:
 # One thread for everything by default: two processes on two cores are faster than one with two threads,
 # and competing thread pools slow each other down several times over.
 run test test-long bench: export OMP_NUM_THREADS ?= 1
-# Empty means no: a machine that sets this has every one of many processes compile our modules anew.
+# Empty means no: where this is set, each of many processes compiles our modules anew (setup does it once, too).
 run test test-long bench gpu-check: export PYTHONDONTWRITEBYTECODE =
 
 setup: $(VENV)/.ready
@@ -43,6 +43,7 @@ $(VENV)/.ready: pyproject.toml Makefile
 	@$(MAKE) --no-print-directory torch
 	$(PIP) install --editable '.[node,demo,dev]'
 	$(PIP) install --no-deps $(DEMO)
+	@$(BIN)/python -m compileall -q protocol coordinator esnode
 	@touch $@
 
 # A machine without an NVIDIA driver has no use for several GB of CUDA libraries, so the CPU build is asked for
