@@ -179,6 +179,26 @@ def test_packed_weights_give_the_same_answers(
     assert packing.size > 0
 
 
+def test_packed_copies_behind_another_attribute_are_gone_after_a_change() -> None:
+    """As vLLM's layers multiply: by a function that is handed weight and bias."""
+    from esnode.engines import packing
+
+    layer: Any = torch.nn.Linear(48, 64).bfloat16().requires_grad_(False)
+    layer.cpu_linear = packing.functional.linear
+    packed = packing.Packing([layer], "cpu_linear")
+    packed.use(4)
+    if layer.cpu_linear is packing.functional.linear:
+        pytest.skip("nothing is packed on this machine")
+    values = torch.randn(4, 48).bfloat16()
+    for bias in (layer.bias, None):
+        assert torch.equal(
+            layer.cpu_linear(values, layer.weight, bias),
+            packing.functional.linear(values, layer.weight, bias),
+        )
+    packed.drop()
+    assert layer.cpu_linear is packing.functional.linear
+
+
 def test_packing_that_changes_bits_is_not_used(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

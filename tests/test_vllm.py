@@ -12,12 +12,13 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from esnode.engines import vllm_start
+from esnode.engines import vllm_start, vllm_watch
 from esnode.engines.vllm_start import VllmUnavailable
 
 installed = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
@@ -128,3 +129,20 @@ def test_a_model_that_vllm_loads_and_cannot_compute_is_refused_in_a_sentence() -
         raise RuntimeError("Unsupported CPU attention configuration: head_dim=8")
     with pytest.raises(torch.OutOfMemoryError), vllm_start.first_answers(Path("model")):
         raise torch.OutOfMemoryError("smaller batches may do")
+
+
+def test_logits_that_are_no_numbers_are_seen_where_they_are_made() -> None:
+    model = SimpleNamespace(compute_logits=lambda hidden: hidden)
+    worker: Any = SimpleNamespace(model_runner=SimpleNamespace(model=model))
+    usual = torch.zeros(3, 5).index_fill_(1, torch.tensor([2]), -torch.inf)
+    for number, sound in ((0.0, True), (torch.nan, False), (torch.inf, False), (-torch.inf, False)):
+        vllm_watch.begin(worker)
+        assert vllm_watch.end(worker) == (False, True)
+        vllm_watch.begin(worker)
+        for _ in range(2):
+            assert model.compute_logits(usual) is usual
+        odd = usual.clone()
+        odd[1] = number
+        model.compute_logits(odd)
+        assert vllm_watch.end(worker) == (True, sound)
+        model.compute_logits(odd)  # nobody wants to know: nothing is kept
