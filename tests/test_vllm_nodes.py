@@ -18,7 +18,7 @@ import pytest
 from esnode import joined
 from protocol import ledger
 from tests import tiny
-from tests.runs import alive, wait_for
+from tests.runs import wait_for
 from tests.test_join_run import World, pairs
 from tests.vllm_check import WIDE
 
@@ -145,19 +145,3 @@ def test_two_engines_over_one_master_beside_transformers_and_one_is_killed(mixed
     mixed.done("a", "resume")
     mixed.finish()
     mixed.quiet()
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_a_node_that_ends_while_its_ranks_start_leaves_no_process(mixed: Mixed, number: int) -> None:
-    """They are processes of an engine that has not come up: nothing of ours runs in them yet."""
-    mixed.serve("c", pairs(mixed.path / "pairs.jsonl"), ROUNDS)
-    words = ("--model", str(mixed.model), "--engine", "vllm", "--tp", "2")
-    node = mixed.start("b", "join", mixed.invite("c"), "--name", "b", *words)
-    wait_for(lambda: len([k for k in _children(node.pid) if "spawn_main" in _command(k)]) == 2, PATIENCE)
-    below = _children(node.pid)
-    node.send_signal(number)
-    ended = node.wait(30)
-    wait_for(lambda: not any(map(alive, below)), 20)
-    if number == signal.SIGINT:
-        assert ended == 0 and "left before it had begun to work" in mixed.log("b")
-        assert "Traceback" not in mixed.log("b")

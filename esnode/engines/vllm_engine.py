@@ -84,7 +84,7 @@ class VllmEngine(ReplicaEngine):
         stop: StopCheck = never,
     ) -> list[list[int]]:
         """New token ids per prompt, stop id excluded. `streams[k]` (u64) seeds row k's sampling."""
-        if sampling.max_new_tokens >= WORTH:
+        if prompts and sampling.max_new_tokens >= WORTH:
             self._packing.use(len(prompts))
         self._ranks.call(vllm_watch.begin)
         outputs = self._run(prompts, _settings(sampling, streams, None), stop)
