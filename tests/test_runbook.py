@@ -20,7 +20,7 @@ from tests import commands, tiny
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNBOOK = (ROOT / "deploy" / "RUNBOOK.md").read_text()
-PATIENCE = 280.0
+PATIENCE = 500.0
 PLAN = """
 [run]
 model = "{model}"
