@@ -19,7 +19,7 @@ import msgspec
 from msgspec.structs import replace
 
 from coordinator import audit, membership
-from coordinator.cases import REFERENCES, Case, Half
+from coordinator.cases import Case, Half
 from coordinator.claims import there
 from coordinator.events import Audited
 from coordinator.membership import READY
@@ -28,7 +28,6 @@ from coordinator.turn import Turn
 from protocol.lock import Lock
 from protocol.messages import Ack, Evidence, EvidenceAsk, Kind, Message, Result, Unit
 
-RECENT = 2 * REFERENCES + 2  # results remembered as references
 SMALL_POOL = 16  # nodes up to which every result may look at all of them for a second node
 LONGEST_WAIT = 60.0  # seconds a complete round waits at most for a second result
 ASK_AGAIN = 3.0  # seconds between requests for scores that have not come
@@ -40,21 +39,13 @@ PATIENCE = 30.0  # seconds without an answer, after which an audit is judged wit
 def on_result(turn: Turn, peer: bytes, result: Result) -> None:
     """A first result was taken in: it may be audited, or serve as a reference of those that are."""
     share = turn.ops.audit_share
-    audits = turn.audits
     if not share or not turn.secret or result.unit.kind != Kind.MEMBER:
         return
-    half = _half(turn, peer, result)
-    recent = audits.recent
-    for case in audits.wanting(peer):
-        if (fed := case.with_reference(half)) is not case:
-            audits = audits.put(fed)
+    audits, half = turn.own_audits(), _half(turn, peer, result)
+    audits.remember(half)
     if _chosen(turn, result.unit, share) and len(turn.alive) > 1:
-        case = Case(result.unit.round, half)
-        for other in reversed(recent):
-            case = case.with_reference(other)
-        audits = audits.begun(case)
+        audits.begin(Case(result.unit.round, half))
         turn.count("audits begun")
-    turn.set(audits=replace(audits, recent=(*recent, half)[-RECENT:]))
     give_out(turn, None if len(turn.nodes) <= SMALL_POOL else [peer])
 
 
@@ -109,17 +100,17 @@ def holds(turn: Turn) -> bool:
     if audits.until is None:
         pace = membership.median_pace(list(turn.nodes.values())) or 0.0
         longest = max(case.first.unit.last - case.first.unit.first + 1 for case in open_cases)
-        turn.set(audits=replace(audits, until=turn.now + min(5.0 + 2 * pace * longest, LONGEST_WAIT)))
+        turn.own_audits().until = turn.now + min(5.0 + 2 * pace * longest, LONGEST_WAIT)
         return True
     if turn.now < audits.until:
         return True
     turn.count("audits that ran out of time", times=len(open_cases))
-    turn.set(audits=turn.audits.ended(open_cases))
+    turn.own_audits().end(open_cases)
     return False
 
 
 def _put(turn: Turn, new: Case) -> Case:
-    turn.set(audits=turn.audits.put(new))
+    turn.own_audits().put(new)
     return new
 
 
@@ -141,7 +132,8 @@ def on_second(turn: Turn, peer: bytes, result: Result) -> bool:
         turn.set_node(replace(node, pace=pace, stalled=None, tally=tally))
     turn.send(peer, Ack(result.unit, "ok"))  # nobody is told that it was an audit
     second = _half(turn, peer, result)
-    _ask(turn, _put(turn, replace(case, second=second, since=turn.now)))
+    mine, theirs = turn.audits.references(case.first)
+    _ask(turn, _put(turn, replace(case, second=second, mine=mine, theirs=theirs, since=turn.now)))
     return True
 
 
@@ -212,7 +204,7 @@ def on_tick(turn: Turn) -> None:
 
 def forget(turn: Turn, key: bytes) -> None:
     """A node says Hello anew: what it measured before may have gone with its process."""
-    turn.set(audits=turn.audits.without(key))
+    turn.own_audits().forget(key)
 
 
 # ---------------------------------------------------------------- the judgement
@@ -239,7 +231,7 @@ def _compared(turn: Turn, first: Half, second: Half, case: Case) -> audit.Sums:
 def _finish(turn: Turn, case: Case) -> None:
     """Judge an audit by the evidence there is, journal the outcome and put out whoever fails."""
     assert case.second is not None
-    turn.set(audits=turn.audits.ended([case]))
+    turn.own_audits().end([case])
     faults = [(half.key, half.fault) for half in case.halves if half.fault]
     first, second = case.first, case.second
     sums = _compared(turn, first, second, case)

@@ -5,7 +5,7 @@ Pure. `auditing.py` acts on them. Part of `state.State`; imports protocol only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import msgspec
 from msgspec.structs import replace
@@ -13,6 +13,8 @@ from msgspec.structs import replace
 from protocol.messages import Unit
 
 REFERENCES = 8  # members per side whose scores give the prompts' means
+RECENT = 2 * REFERENCES + 2  # results on the same prompts remembered as references
+OWN = REFERENCES + 1  # and of one node
 
 
 class Half(msgspec.Struct, frozen=True):
@@ -38,13 +40,13 @@ class Case(msgspec.Struct, frozen=True):
 
     round: int
     first: Half
-    mine: tuple[Half, ...] = ()  # references of the first, measured by the same node
+    mine: tuple[Half, ...] = ()  # references of the first, measured by the same node; from the second on
     theirs: tuple[Half, ...] = ()  # and of the second, measured by others
     auditor: bytes = b""
     second: Half | None = None
     since: float = 0.0  # when the second came
     asked: float = 0.0
-    number: int = -1  # among the audits; given by `Audits.begun`
+    number: int = -1  # among the audits; given by `Audits.begin`
 
     @property
     def halves(self) -> tuple[Half, ...]:
@@ -56,42 +58,31 @@ class Case(msgspec.Struct, frozen=True):
         """CURVE keys of all who have a part in it."""
         return {half.key for half in self.halves} | ({self.auditor} if self.auditor else set())
 
-    @property
-    def hungry(self) -> bool:
-        """Whether a result of any other node would be a reference."""
-        return not self.second and len(self.theirs) < REFERENCES
-
     def with_halves(self, halves: tuple[Half, ...]) -> Case:
         """The case with its four parts replaced, in the order of `halves`; there is a second."""
         first, second, *others = halves
         mine = tuple(others[: len(self.mine)])
         return replace(self, first=first, second=second, mine=mine, theirs=tuple(others[len(mine) :]))
 
-    def with_reference(self, half: Half) -> Case:
-        """One more member on the same prompts, on the side it belongs to, if there is room."""
-        mine, theirs, unit, audited = self.mine, self.theirs, half.unit, self.first.unit
-        same = half.key == self.first.key
-        if len(mine if same else theirs) >= REFERENCES:
-            return self
-        if (unit.round, unit.first, unit.last) != (self.round, audited.first, audited.last):
-            return self
-        if any(unit.member == other.unit.member for other in self.halves):
-            return self
-        return replace(self, mine=(*mine, half)) if same else replace(self, theirs=(*theirs, half))
 
-
-class Audits(msgspec.Struct, frozen=True):
+class Audits(msgspec.Struct):
     """The audits of the open round, and those of the last that wait for evidence.
 
-    Thousands of results pass while a hundred audits are open: whom a message concerns is found by key.
+    Thousands of results pass while a hundred audits are open: whom a message concerns is found by key. A
+    value, like all that a state holds: what changes it in place is called on a `copy` of one's own.
     """
 
-    by_number: Mapping[int, Case] = {}  # the oldest first
-    recent: tuple[Half, ...] = ()  # the newest results of the round, for references
+    by_number: dict[int, Case] = {}  # the oldest first
+    recent: dict[tuple[int, int], tuple[Half, ...]] = {}  # first and last chunk -> newest results of the round
+    own: dict[bytes, tuple[Half, ...]] = {}  # CURVE key -> its newest results of the round
     until: float | None = None  # a complete round waits until then
-    of: Mapping[bytes, tuple[int, ...]] = {}  # CURVE key -> cases it has a part in, or is to have
+    of: dict[bytes, tuple[int, ...]] = {}  # CURVE key -> cases it has a part in, or is to have
     idle: tuple[int, ...] = ()  # cases without a second node
-    hungry: tuple[int, ...] = ()  # cases that lack references measured by others
+
+    def copy(self) -> Audits:
+        """One that may be changed while this one stays."""
+        tables = {name: getattr(self, name).copy() for name in ("by_number", "recent", "own", "of")}
+        return replace(self, **tables)
 
     @property
     def cases(self) -> tuple[Case, ...]:
@@ -106,70 +97,82 @@ class Audits(msgspec.Struct, frozen=True):
         """The cases that a node has a part in."""
         return [self.by_number[number] for number in self.of.get(key, ())]
 
-    def wanting(self, key: bytes) -> list[Case]:
-        """Cases that a result of this node might be a reference of."""
-        part = self.of.get(key, ())
-        numbers = sorted({*self.hungry, *part}) if self.hungry else sorted(part)
-        return [case for case in map(self.by_number.__getitem__, numbers) if not case.second]
+    def references(self, audited: Half) -> tuple[tuple[Half, ...], tuple[Half, ...]]:
+        """Other members on the same prompts, by the same node and by others: the newest of each."""
+        unit = audited.unit
+        at = (unit.first, unit.last)
+        mine = [half for half in self.own.get(audited.key, ()) if (half.unit.first, half.unit.last) == at]
+        theirs = [half for half in self.recent.get(at, ()) if half.key != audited.key]
+        taken = {unit.member}
+        return _some(mine, taken), _some(theirs, taken)
 
-    def begun(self, case: Case) -> Audits:
-        """With one more, which gets the next number."""
-        return self.put(replace(case, number=max(self.by_number, default=-1) + 1))
+    # ------------------------------------------------------------ in place
 
-    def put(self, case: Case) -> Audits:
-        """With a case as it is now."""
+    def remember(self, half: Half) -> None:
+        """A first result: it may serve as a reference."""
+        at = (half.unit.first, half.unit.last)
+        self.recent[at] = (*self.recent.get(at, ()), half)[-RECENT:]
+        self.own[half.key] = (*self.own.get(half.key, ()), half)[-OWN:]
+
+    def begin(self, case: Case) -> None:
+        """One more, which gets the next number."""
+        self.put(replace(case, number=max(self.by_number, default=-1) + 1))
+
+    def put(self, case: Case) -> None:
+        """A case is as it is now."""
         number = case.number
         old = self.by_number.get(number)
-        return replace(
-            self,
-            by_number={**self.by_number, number: case},
-            of=self._parts(number, old.keys if old else set(), case.keys),
-            idle=_listed(self.idle, number, not case.auditor),
-            hungry=_listed(self.hungry, number, case.hungry),
-        )
+        self.by_number[number] = case
+        self._part(number, old.keys if old else set(), case.keys)
+        self.idle = _listed(self.idle, number, not case.auditor)
 
-    def ended(self, cases: Iterable[Case]) -> Audits:
+    def end(self, cases: Iterable[Case]) -> None:
         """These cases are over."""
-        left = self
         for case in cases:
-            left = replace(
-                left,
-                by_number={k: other for k, other in left.by_number.items() if k != case.number},
-                of=left._parts(case.number, case.keys, set()),
-                idle=_listed(left.idle, case.number, False),
-                hungry=_listed(left.hungry, case.number, False),
-            )
-        return left
+            del self.by_number[case.number]
+            self._part(case.number, case.keys, set())
+            self.idle = _listed(self.idle, case.number, False)
 
-    def without(self, key: bytes) -> Audits:
-        """What does not rest on anything that this node measured."""
-        left = self.ended(case for case in self.about(key) if key in (case.first.key, case.auditor))
-        for case in left.about(key):
-            left = left.put(replace(case, mine=_others(case.mine, key), theirs=_others(case.theirs, key)))
-        return replace(left, recent=_others(self.recent, key))
+    def forget(self, key: bytes) -> None:
+        """Drop what rests on anything that this node measured."""
+        self.end([case for case in self.about(key) if key in (case.first.key, case.auditor)])
+        for case in self.about(key):
+            self.put(replace(case, mine=_others(case.mine, key), theirs=_others(case.theirs, key)))
+        for half in self.own.pop(key, ()):
+            at = (half.unit.first, half.unit.last)
+            self.recent[at] = _others(self.recent[at], key)
 
-    def closed(self) -> Audits:
-        """The round is: what lacks a second result will not get one."""
-        left = self.ended(case for case in self.cases if not case.second)
-        return replace(left, recent=(), until=None)
+    def close(self) -> None:
+        """The round is closed: what lacks a second result will not get one."""
+        self.end([case for case in self.cases if not case.second])
+        self.recent, self.own, self.until = {}, {}, None
 
-    def _parts(self, number: int, before: set[bytes], after: set[bytes]) -> Mapping[bytes, tuple[int, ...]]:
-        if before == after:
-            return self.of
-        of = dict(self.of)
+    def _part(self, number: int, before: set[bytes], after: set[bytes]) -> None:
+        """Note who has a part in a case and who has none any more."""
         for key in before - after:
-            of[key] = _listed(of[key], number, False)
-            if not of[key]:
-                del of[key]
+            left = _listed(self.of[key], number, False)
+            if left:
+                self.of[key] = left
+            else:
+                del self.of[key]
         for key in after - before:
-            of[key] = (*of.get(key, ()), number)
-        return of
+            self.of[key] = (*self.of.get(key, ()), number)
 
 
 def _listed(numbers: tuple[int, ...], number: int, there: bool) -> tuple[int, ...]:
     if (number in numbers) == there:
         return numbers
     return (*numbers, number) if there else tuple(other for other in numbers if other != number)
+
+
+def _some(halves: Iterable[Half], taken: set[int]) -> tuple[Half, ...]:
+    """The newest of them on members that are not `taken`, each once, as many as are of use."""
+    found: list[Half] = []
+    for half in reversed([*halves]):
+        if half.unit.member not in taken and len(found) < REFERENCES:
+            taken.add(half.unit.member)
+            found.append(half)
+    return tuple(found)
 
 
 def _others(halves: tuple[Half, ...], key: bytes) -> tuple[Half, ...]:

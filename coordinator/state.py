@@ -80,7 +80,7 @@ class State(msgspec.Struct, frozen=True):
     proof: Proof = Proof()  # what the nodes say of that state
     faults: Mapping[bytes, Fault] = {}  # CURVE key -> how often its replica was wrong
     secret: bytes = b""  # decides what is checked
-    audits: Audits = Audits()  # in the making
+    audits: Audits = msgspec.field(default_factory=Audits)  # in the making
     evidence: Mapping[tuple[bytes, bytes], Sums] = {}  # of audits, by pair of CURVE keys, the smaller first
     misses: Mapping[bytes, tuple[int, str]] = {}  # CURVE key -> audits failed for want of evidence, the last
     quarantined: Mapping[bytes, str] = {}  # CURVE key -> why it gets no units
@@ -118,14 +118,15 @@ def adopt(state: State, entry: Entry) -> State:
     chain.append(entry)
     state = replace(state, chain=chain)
     if entry.kind in (EntryKind.LOCK, EntryKind.COMMIT):
-        opened = rounds.open_round(chain, state.ops, state.now)
+        opened, audits = rounds.open_round(chain, state.ops, state.now), state.audits.copy()
+        audits.close()
         state = replace(
             state,
             round=opened,
             digest=chain.digest,
             witness=LEDGER if chain.digest is not None else "",
             proof=Proof(),
-            audits=state.audits.closed(),
+            audits=audits,
             nodes={key: replace(node, leases=(), stalled=None) for key, node in state.nodes.items()},
         )
     if isinstance(entry.body, CommitBody):
@@ -234,10 +235,10 @@ def drop(state: State, evaluator: int) -> State:
     """The open round without the rewards of this evaluator: they are measured, and audited, again."""
     measured = {number: digest for number, digest in state.proof.measured.items() if number != evaluator}
     round = rounds.drop(state.round, evaluator) if state.round else None
-    audits = state.audits
-    for key, number in state.numbers.items() if audits.cases or audits.recent else ():
+    audits = state.audits.copy()
+    for key, number in state.numbers.items():
         if number == evaluator:
-            audits = audits.without(key)
+            audits.forget(key)
     return replace(state, round=round, audits=audits, proof=replace(state.proof, measured=measured))
 
 

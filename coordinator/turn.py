@@ -74,6 +74,7 @@ class Turn:
     _state: State  # as it was when it was last asked for
     _own: dict[bytes, Node] | None  # the nodes, once one of them has changed
     _told: Proof | None
+    _audited: Audits | None
 
     def __init__(self, state: State) -> None:
         self.effects: list[Effect] = []
@@ -86,7 +87,7 @@ class Turn:
         if self._own is not None:
             self._changed["nodes"] = self._own
             self._own = None
-        self._told = None
+        self._told = self._audited = None
         if self.round is not self._state.round:
             self._changed["round"] = self.round
             self.round.draft = False
@@ -98,7 +99,7 @@ class Turn:
     @state.setter
     def state(self, state: State) -> None:
         self._state = state
-        self._own = self._told = None
+        self._own = self._told = self._audited = None
         self._changed.clear()
         for name in _PIECES:
             setattr(self, name, getattr(state, name))
@@ -149,6 +150,12 @@ class Turn:
             own = replace(proof, words=dict(proof.words), measured=dict(proof.measured))
             self.proof = self._told = self._changed["proof"] = own
         return self._told
+
+    def own_audits(self) -> Audits:
+        """The audits as this turn's own, to be changed in place."""
+        if self.audits is not self._audited:
+            self.audits = self._audited = self._changed["audits"] = self.audits.copy()
+        return self._audited
 
     def draft(self) -> Round:
         """The open round as this turn's own: `rounds` changes it in place."""

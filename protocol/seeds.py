@@ -12,6 +12,7 @@ from functools import lru_cache
 
 U64 = 1 << 64
 RUN_ID_BYTES = 32
+BLOCK = 64  # members whose seeds are derived together
 
 
 def _hash(*parts: bytes) -> bytes:
@@ -47,11 +48,17 @@ def tensor_keys(names: Iterable[str]) -> dict[str, int]:
     return {name: key for key, name in owners.items()}
 
 
-@lru_cache(maxsize=8192)  # two rounds of the largest population: a seed is asked for several times
 def member_seed(run_id: bytes, round: int, member: int, mirrored: bool) -> int:
     """u64 noise seed of a member. Mirrored members 2k and 2k+1 are sides of one noise and share a seed."""
-    noise = member // 2 if mirrored else member
-    return _first_u64(_hash(b"seed", _checked(run_id), _u64(round), _u64(noise)))
+    return _seeds_of(run_id, round, member // BLOCK, mirrored)[member % BLOCK]
+
+
+@lru_cache(maxsize=8192 // BLOCK)  # two rounds of the largest population: a seed is asked for several times
+def _seeds_of(run_id: bytes, round: int, block: int, mirrored: bool) -> tuple[int, ...]:
+    """Seeds of a block of members: the hash's code, once it is in the cache, is fast."""
+    start = b"seed" + _checked(run_id) + _u64(round)
+    noises = (member // 2 if mirrored else member for member in range(block * BLOCK, (block + 1) * BLOCK))
+    return tuple(_first_u64(_hash(start, _u64(noise))) for noise in noises)
 
 
 def member_sign(member: int, mirrored: bool) -> int:
