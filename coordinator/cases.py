@@ -73,7 +73,7 @@ class Audits(msgspec.Struct):
     """
 
     by_number: dict[int, Case] = {}  # the oldest first
-    recent: dict[tuple[int, int], tuple[Half, ...]] = {}  # first and last chunk -> newest results of the round
+    recent: dict[tuple[int, int], tuple[Half, ...]] = {}  # by first and last chunk, the newest results
     own: dict[bytes, tuple[Half, ...]] = {}  # CURVE key -> its newest results of the round
     until: float | None = None  # a complete round waits until then
     of: dict[bytes, tuple[int, ...]] = {}  # CURVE key -> cases it has a part in, or is to have

@@ -6,9 +6,12 @@ signatures are `entries.py`'s, the rules of their order `chain.py`'s.
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple, TypeAlias, cast
+from itertools import starmap
+from typing import Any, NamedTuple, TypeAlias, cast, overload
 
 from protocol.lock import Lock
 from protocol.seeds import member_seed, rounding_seed
@@ -41,6 +44,57 @@ class MemberReward(NamedTuple):
     evaluator: int
 
 
+ROW = struct.Struct("<HdH")  # index, reward, evaluator
+
+
+class Rows(Sequence[MemberReward]):
+    """The rows of a commit as they lie in its entry, read when they are asked for.
+
+    A chain keeps every commit of a run: 12 bytes a row and member here, some hundred as objects. Equal to any
+    sequence of the same rows.
+    """
+
+    __slots__ = ("packed",)
+
+    def __init__(self, packed: bytes | memoryview) -> None:
+        """`packed`: whole rows; ValueError when it is cut inside one."""
+        if len(packed) % ROW.size:
+            raise ValueError(f"the member table has {len(packed)} bytes, no multiple of {ROW.size}")
+        self.packed = packed
+
+    @classmethod
+    def of(cls, rows: Iterable[tuple[int, float, int]]) -> Rows:
+        """Packed now; struct.error when a number does not fit."""
+        return cls(b"".join(starmap(ROW.pack, rows)))
+
+    def __len__(self) -> int:
+        return len(self.packed) // ROW.size
+
+    def __iter__(self) -> Iterator[MemberReward]:
+        return map(MemberReward._make, ROW.iter_unpack(self.packed))
+
+    @overload
+    def __getitem__(self, at: int) -> MemberReward: ...
+    @overload
+    def __getitem__(self, at: slice) -> Rows: ...
+    def __getitem__(self, at: int | slice) -> MemberReward | Rows:
+        if isinstance(at, slice):
+            return Rows.of([*self][at])
+        return MemberReward._make(ROW.unpack_from(self.packed, range(len(self))[at] * ROW.size))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and [*self] == [*other]
+
+    def __hash__(self) -> int:
+        return tuple(self).__hash__()
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Rows, (bytes(self.packed),)  # a view of an entry cannot travel to another process
+
+
 @dataclass(frozen=True, slots=True)
 class LockBody:
     """The first entry: the lock's canonical bytes."""
@@ -54,7 +108,7 @@ class CommitBody:
 
     alpha: float
     sigma: float
-    members: tuple[MemberReward, ...]
+    members: Sequence[MemberReward]
     voids: tuple[tuple[int, str], ...] = ()
     closed: int = COMPLETE
     snapshot: bytes = b""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
-from itertools import starmap
 from typing import Annotated, Any
 
 import msgspec
@@ -22,6 +21,7 @@ from protocol.bodies import (
     COMPLETE,
     HASH,
     QUORUM,
+    ROW,
     SIGNATURE,
     Admission,
     AmendBody,
@@ -33,6 +33,7 @@ from protocol.bodies import (
     LockBody,
     MemberReward,
     RosterBody,
+    Rows,
     ScoreBody,
 )
 from protocol.errors import UserError, cut
@@ -59,6 +60,7 @@ __all__ = [
     "MalformedEntry",
     "MemberReward",
     "RosterBody",
+    "Rows",
     "ScoreBody",
     "hash_of",
     "packed",
@@ -84,7 +86,6 @@ class MalformedEntry(UserError):
 
 # ---------------------------------------------------------------- typed layout of each kind
 
-_ROW = struct.Struct("<HdH")
 _U16 = Annotated[int, msgspec.Meta(ge=0, le=0xFFFF)]
 _U32 = Annotated[int, msgspec.Meta(ge=0, le=0xFFFFFFFF)]
 _U64 = Annotated[int, msgspec.Meta(ge=0)]  # msgpack itself has no larger integer
@@ -95,7 +96,7 @@ _Reason = Annotated[str, msgspec.Meta(max_length=MAX_REASON)]
 _Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
 
 _Roots = Annotated[bytes, msgspec.Meta(max_length=HASH)]
-_Rows = Annotated[bytes, msgspec.Meta(max_length=MAX_MEMBERS * _ROW.size)]
+_Rows = Annotated[memoryview, msgspec.Meta(max_length=MAX_MEMBERS * ROW.size)]  # of the entry itself: no copy
 _LAYOUT: dict[EntryKind, Any] = {
     EntryKind.LOCK: tuple[_U16, _Hash, _U32, _Nonce, _U32, _U64, bytes],
     EntryKind.COMMIT: tuple[
@@ -133,7 +134,7 @@ def _payload(body: Body) -> list[Any]:
     if isinstance(body, LockBody):
         return [body.lock]
     if isinstance(body, CommitBody):
-        rows = b"".join(starmap(_ROW.pack, body.members))
+        rows = Rows.of(body.members).packed
         voids = tuple((index, short(reason)) for index, reason in body.voids)
         return [body.alpha, body.sigma, rows, voids, body.closed, body.snapshot]
     if isinstance(body, RosterBody):
@@ -151,13 +152,14 @@ def _body(kind: EntryKind, fields: Sequence[Any]) -> Body:
         return LockBody(fields[0])
     if kind is EntryKind.COMMIT:
         alpha, sigma, rows, voids, closed, snapshot = fields
-        if len(rows) % _ROW.size:
-            raise MalformedEntry(f"the member table has {len(rows)} bytes, no multiple of {_ROW.size}")
+        try:
+            members = Rows(rows)
+        except ValueError as error:
+            raise MalformedEntry(str(error)) from error
         if len(snapshot) not in (0, HASH):
             raise MalformedEntry(f"the snapshot root has {len(snapshot)} bytes instead of none or {HASH}")
         if closed not in (COMPLETE, QUORUM):
             raise MalformedEntry(f"unknown closing code {closed}")
-        members = tuple(map(MemberReward._make, _ROW.iter_unpack(rows)))
         return CommitBody(alpha, sigma, members, voids, closed, snapshot)
     if kind is EntryKind.ROSTER:
         return RosterBody(tuple(Admission(*row) for row in fields[0]), fields[1])
@@ -195,7 +197,7 @@ def seal(body: Body, *, parent: bytes, term: int, nonce: bytes, round: int, dige
     return parse(len(data).to_bytes(4, "little") + data + digest32 + signature)
 
 
-def hash_of(body: bytes) -> bytes:
+def hash_of(body: bytes | memoryview) -> bytes:
     """BLAKE2b-256 of an entry's body: its name in the chain."""
     return hashlib.blake2b(body, digest_size=HASH).digest()
 
@@ -235,7 +237,7 @@ def unpacked(data: bytes) -> bytes:
     return len(body).to_bytes(4, "little") + body + hash_of(body) + signature
 
 
-def _fields(kind: EntryKind, body: bytes) -> tuple[Any, ...]:
+def _fields(kind: EntryKind, body: memoryview) -> tuple[Any, ...]:
     """The body's elements, typed. One value has one encoding: what differs was not written by these rules."""
     try:
         fields: tuple[Any, ...] = _DECODERS[kind].decode(body)
@@ -251,7 +253,7 @@ def parse(raw: bytes) -> Entry:
     """One entry from its exact bytes: structure, hash and types checked, not signatures. MalformedEntry."""
     if len(split(raw)) != len(raw):
         raise MalformedEntry("bytes follow the entry")
-    body = raw[4 : -HASH - SIGNATURE]
+    body = memoryview(raw)[4 : -HASH - SIGNATURE]
     kind = body[1] if len(body) > 1 else -1
     if kind not in _KIND_OF.values():
         raise MalformedEntry(f"unknown entry kind {kind}: written by a newer version, or no entry at all")

@@ -168,6 +168,7 @@ class LedgerFile:
                     "or of another run. Restore the right journal, let a successor go on with `esnode "
                     f"coordinator serve --recover-from {self.path}`, or train on in a new run: `esnode fork`"
                 )
+        self.entries = [*entries[: len(self.entries)]]  # the same objects: a run's bytes are kept once
         missing = entries[len(self.entries) :]
         if missing:
             self.append(*missing)
