@@ -24,7 +24,7 @@ from coordinator.limits import FETCHER, GREETER, NEWCOMER, NODE, Limits
 from protocol import wire, zmtp
 from protocol.errors import UserError
 from protocol.keys import KEY_BYTES
-from protocol.messages import BlobAsk, Bundle, Enrol, Enrolled, Fetch, Hello, Message, Refuse, Rehello
+from protocol.messages import BlobAsk, Enrol, Enrolled, Fetch, Hello, Message, Refuse, Rehello
 
 UNKNOWN = "unknown"  # the peer of a refusal when no admitted key was proved
 SHARED_BYTES = 1024  # a larger body is not copied per peer
@@ -37,6 +37,7 @@ _MANY_PARTS = (
     "a message of more than one part came under this node's key; it is shut out until the coordinator is "
     "restarted. If it was not this machine, revoke the key"
 )
+_AT_THE_DOOR = (Enrol, BlobAsk, Hello)
 _ONLY_ENROL = "an invite's key may say Enrol and nothing else"
 
 log = logging.getLogger(__name__)
@@ -168,19 +169,18 @@ class Gate:
         """What came from a connection, if it is to be heard. `part`: the first after the route."""
         peer = self._key_of(route, part)
         body, more = part.bytes, part.more
-        size = zmtp.wire_size(len(body), self._encrypted)
-        while more:  # of more than one part nothing is kept
-            rest = self._router.recv(_NOW, copy=False)
-            size, more = size + len(rest), rest.more
+        size = zmtp.wire_size(len(body), self._encrypted) + (self._skip_parts() if more else 0)
         if peer is None:
             self.counts.refuse(UNKNOWN, "no key")
             return None
-        name = self._name_of(peer)
-        reason = self._barred(peer) or self._limits[peer in self.guests.allowed].spend(peer, size, self._now)
+        label = self.guests.allowed.get(peer)
+        name = label or self._name_of(peer)
+        reason = self._barred(peer) if label is None or self._shut_out else ""
+        reason = reason or self._limits[label is not None].spend(peer, size, self._now)
         if reason:
             self.counts.refuse(name, reason)
             return None
-        if part.more:  # size limits hold per part, so many parts are a way around them
+        if more:  # size limits hold per part, so many parts are a way around them
             self._shut(peer, name, route)
             return None
         try:
@@ -194,6 +194,14 @@ class Gate:
         if not self._may_say(peer, name, route, message, part):
             return None
         return Received(self._now, peer, message, size)
+
+    def _skip_parts(self) -> int:
+        """Read the other parts of a message, of which nothing is kept; their bytes."""
+        size, more = 0, True
+        while more:
+            part = self._router.recv(_NOW, copy=False)
+            size, more = size + len(part), part.more
+        return size
 
     def _name_of(self, peer: bytes) -> str:
         return self.guests.allowed.get(peer) or (NEWCOMERS if peer in self.guests.invites else UNKNOWN)
@@ -217,17 +225,8 @@ class Gate:
     def _may_say(self, peer: bytes, name: str, route: bytes, message: Message, part: zmq.Frame) -> bool:
         if peer in self.guests.invites:
             return self._from_newcomer(route, message)
-        if isinstance(message, Enrol):  # its answer would go to another key's connection
-            self.counts.refuse(name, "Enrol without an invite")
-            return False
-        if isinstance(message, BlobAsk) and self.blobs is not None:
-            self._send_to(route, self.blobs(peer, message))
-            return False
-        if isinstance(message, Hello):
-            if self._hellos.spend(peer, 0, self._now):
-                self.counts.refuse(name, "too many Hellos")
-                return False
-            return self._on_hello(peer, name, route, _origin(part))
+        if isinstance(message, _AT_THE_DOOR):
+            return self._before_hello(peer, name, route, message, part)
         if self._holders.route(peer) != route:
             self.counts.refuse(name, "before Hello")  # usual after a reconnect
             self._send_to(route, Rehello())
@@ -236,6 +235,22 @@ class Gate:
             self.counts.refuse(name, "too many Fetches")
             return False
         return True
+
+    def _before_hello(
+        self, peer: bytes, name: str, route: bytes, message: Enrol | BlobAsk | Hello, part: zmq.Frame
+    ) -> bool:
+        """What a connection may say before it holds its key."""
+        if isinstance(message, Enrol):  # its answer would go to another key's connection
+            self.counts.refuse(name, "Enrol without an invite")
+            return False
+        if isinstance(message, BlobAsk):
+            if self.blobs is not None:
+                self._send_to(route, self.blobs(peer, message))
+            return False
+        if self._hellos.spend(peer, 0, self._now):
+            self.counts.refuse(name, "too many Hellos")
+            return False
+        return self._on_hello(peer, name, route, _origin(part))
 
     def _from_newcomer(self, route: bytes, message: Message) -> bool:
         if not isinstance(message, Enrol):
@@ -283,7 +298,7 @@ class Gate:
 
     def _send_frames(self, route: bytes, frames: Sequence[bytes]) -> int:
         """Messages that go together; their bytes on the wire, 0 when they were dropped."""
-        frame = frames[0] if len(frames) == 1 else wire.encode(Bundle(tuple(frames)))
+        frame = frames[0] if len(frames) == 1 else wire.bundled(frames)
         try:
             self._put(route, _MORE)
             if len(frame) > SHARED_BYTES:

@@ -40,17 +40,22 @@ class Limits:
 
     def __init__(self, rate: Rate) -> None:
         self._rate = rate
-        self._levels: dict[bytes, tuple[float, float, float]] = {}  # messages and bytes left, as of when
+        self._levels: dict[bytes, list[float]] = {}  # messages and bytes left, as of when
 
     def spend(self, peer: bytes, size: int, now: float) -> str:
         """Take one message of `size` bytes from the peer's buckets; a short reason when it is too much."""
-        rate = self._rate
-        messages, data, then = self._levels.get(peer, (rate.message_burst, rate.byte_burst, now))
-        passed = max(0.0, now - then)
-        messages = min(rate.message_burst, messages + passed * rate.messages) - 1
-        data = min(rate.byte_burst, data + passed * rate.bytes) - size
-        reason = TOO_MANY if messages < 0 else TOO_MUCH if data < 0 else ""
-        if reason:  # what is dropped costs nothing: the next one passes as soon as there is room
-            messages, data = messages + 1, data + size
-        self._levels[peer] = (messages, data, max(now, then))
-        return reason
+        rate, level = self._rate, self._levels.get(peer)
+        if level is None:
+            level = self._levels[peer] = [rate.message_burst, rate.byte_burst, now]
+        passed = now - level[2]
+        if passed > 0:
+            level[0] = min(rate.message_burst, level[0] + passed * rate.messages)
+            level[1] = min(rate.byte_burst, level[1] + passed * rate.bytes)
+            level[2] = now
+        if level[0] < 1:
+            return TOO_MANY
+        if level[1] < size:
+            return TOO_MUCH  # what is dropped costs nothing: the next one passes as soon as there is room
+        level[0] -= 1
+        level[1] -= size
+        return ""

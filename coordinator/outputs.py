@@ -109,7 +109,7 @@ class Outputs:
         """`folder` is the run's."""
         self._metrics = JsonLines(folder / "metrics.jsonl")
         self._units = JsonLines(folder / "units.jsonl")
-        self._accepted: list[UnitLine] = []
+        self._accepted: list[tuple[ResultAccepted, str, dict[str, int]]] = []
         self._log = log
         self._lines = Limits(LINES)
         self._left_out: Counter[bytes] = Counter()
@@ -125,23 +125,7 @@ class Outputs:
 
     def unit(self, record: ResultAccepted, node: str, sizes: dict[str, int]) -> None:
         """Write one accepted result. `node`: its evaluator's name; `sizes`: bytes by message type."""
-        result, unit = record.result, record.result.unit
-        self._accepted.append(
-            UnitLine(
-                unit.kind,
-                round(time.time(), 3),
-                unit.round,
-                unit.member,
-                unit.first,
-                unit.last,
-                node,
-                result.tokens,
-                result.times,
-                result.sums,
-                result.floored,
-                sizes,
-            )
-        )
+        self._accepted.append((record, node, sizes))
 
     def _say(self, level: int, note: Note) -> None:
         """A line of the log, unless too many of its kind were about this node."""
@@ -156,7 +140,8 @@ class Outputs:
     def flush(self) -> None:
         """Hand the lines written so far to the system."""
         if self._accepted:
-            self._units.write(self._accepted)
+            now = round(time.time(), 3)
+            self._units.write([_unit_line(now, *row) for row in self._accepted])
             self._accepted = []
         self._metrics.flush()
         self._units.flush()
@@ -165,6 +150,24 @@ class Outputs:
         """Let go of the files."""
         self._metrics.close()
         self._units.close()
+
+
+def _unit_line(now: float, record: ResultAccepted, node: str, sizes: dict[str, int]) -> UnitLine:
+    result, unit = record.result, record.result.unit
+    return UnitLine(
+        unit.kind,
+        now,
+        unit.round,
+        unit.member,
+        unit.first,
+        unit.last,
+        node,
+        result.tokens,
+        result.times,
+        result.sums,
+        result.floored,
+        sizes,
+    )
 
 
 def _sentence(path: Path, error: OSError) -> str:

@@ -186,6 +186,11 @@ def bundles(frames: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
         yield frames[first:]
 
 
+def bundled(frames: Sequence[bytes]) -> bytes:
+    """The Bundle of a group that `bundles` made of what `encode` made."""
+    return _PACK((RULE_BY_TYPE[Bundle].tag, frames))
+
+
 def kind_of(frame: bytes) -> str:
     """The name of the message in a frame that `encode` made."""
     return _NAMES[frame[1]]
