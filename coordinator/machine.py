@@ -236,7 +236,7 @@ def _on_message(turn: Turn, peer: bytes, message: Message) -> None:
         return turn.send(peer, Rehello())
     if node.left:
         return turn.send(peer, Bye(_goodbye(turn, node.left)))
-    turn.set_node(replace(node, heard=turn.now))
+    turn.own(peer).heard = turn.now
     handler = _HANDLERS.get(type(message))
     if turn.lineage.waiting and isinstance(message, Result | Failed):
         return  # not before this successor begins; the node says it again

@@ -57,8 +57,11 @@ class Tally(msgspec.Struct, frozen=True):
     failed: int = 0
 
 
-class Node(msgspec.Struct, frozen=True):
-    """One key of the pool, as far as this process has seen it."""
+class Node(msgspec.Struct):
+    """One key of the pool, as far as this process has seen it.
+
+    A value, like all that a state holds: only a turn changes in place what it has taken for its own.
+    """
 
     key: bytes
     name: str
@@ -208,13 +211,12 @@ def running(node: Node) -> tuple[Lease, ...]:
     return node.leases[: node.hello.lanes]
 
 
-def holding(node: Node, leases: tuple[Lease, ...], now: float) -> Node:
-    """The node with these leases. Those that came to have a lane free for them begin."""
-    lanes, placed = node.hello.lanes, list(leases)
+def placed(lanes: int, leases: tuple[Lease, ...], now: float) -> tuple[Lease, ...]:
+    """These leases of a node; those that came to have a lane free for them begin."""
     for k, lease in enumerate(leases):
         if (lease.began is None) == (k < lanes):
-            placed[k] = replace(lease, began=now if k < lanes else None)
-    return replace(node, leases=tuple(placed))
+            leases = (*leases[:k], replace(lease, began=now if k < lanes else None), *leases[k + 1 :])
+    return leases
 
 
 def without(leases: tuple[Lease, ...], unit: Unit) -> tuple[Lease | None, tuple[Lease, ...]]:

@@ -19,7 +19,7 @@ from coordinator.enrolment import Guests
 from coordinator.events import Effect, EntryAppended, Note, Persist, Record, Send, Stop
 from coordinator.leases import Pool
 from coordinator.lineage import Lineage
-from coordinator.membership import LOST_AFTER, Lease, Node, alive, holding
+from coordinator.membership import LOST_AFTER, Lease, Node, alive, placed
 from coordinator.rounds import Round
 from coordinator.state import State, adopt
 from protocol.chain import Chain
@@ -42,9 +42,9 @@ class Turn:
     """The state so far, and the effects so far of one event.
 
     What handlers read piece by piece lies here as plain attributes, the fields of `State` of the same names;
-    only `set`, `set_node` and the assignment of a round change them. A round and the nodes change several
-    times per event: they gather in a draft and a copy of this turn's own, until the state is next asked for
-    as a whole. So a batch of results copies the pool once.
+    only `set`, `set_node`, `own` and the assignment of a round change them. A round and the nodes change
+    several times per event: they gather in a draft and in copies of this turn's own, until the state is next
+    asked for as a whole. So a batch of results copies each of them once.
     """
 
     lock: Lock
@@ -79,6 +79,7 @@ class Turn:
     def __init__(self, state: State) -> None:
         self.effects: list[Effect] = []
         self._changed: dict[str, Any] = {}
+        self._mine: set[bytes] = set()  # keys of the nodes that are this turn's own
         self.state = state
 
     @property
@@ -88,6 +89,7 @@ class Turn:
             self._changed["nodes"] = self._own
             self._own = None
         self._told = self._audited = None
+        self._mine.clear()
         if self.round is not self._state.round:
             self._changed["round"] = self.round
             self.round.draft = False
@@ -100,6 +102,7 @@ class Turn:
     def state(self, state: State) -> None:
         self._state = state
         self._own = self._told = self._audited = None
+        self._mine.clear()
         self._changed.clear()
         for name in _PIECES:
             setattr(self, name, getattr(state, name))
@@ -142,6 +145,13 @@ class Turn:
         if self._own is None:
             self.nodes = self._own = dict(self.nodes)
         self._own[node.key] = node
+
+    def own(self, key: bytes) -> Node:
+        """A node as this turn's own, to be changed in place."""
+        if key not in self._mine:
+            self.set_node(replace(self.nodes[key]))
+            self._mine.add(key)
+        return self.nodes[key]
 
     def told(self) -> Proof:
         """The proof with tables of this turn's own, to be changed in place."""
@@ -257,19 +267,19 @@ class Turn:
 
     def give(self, key: bytes, unit: Unit, why: str) -> None:
         """Lease a unit to a node and tell it."""
-        node, now = self.nodes[key], self.now
-        leases = (*node.leases, Lease(unit, now, now, now))
-        self.set_node(holding(replace(node, why=why), leases, now))
+        node, now = self.own(key), self.now
+        node.leases = placed(node.hello.lanes, (*node.leases, Lease(unit, now, now, now)), now)
+        node.why = why
         self.round = rounds.lease(self.draft(), unit, 1)
         self.send(key, Assign(unit, self.round.parent[:8], LEASE_SECONDS))
 
     def take(self, key: bytes, unit: Unit, tell: bool = False) -> Lease | None:
         """End a node's lease on exactly this unit, if it has one; `tell` cancels it over there."""
-        node = self.nodes[key]
-        held, kept = membership.without(node.leases, unit)
+        held, kept = membership.without(self.nodes[key].leases, unit)
         if held is None:
             return None
-        self.set_node(holding(node, kept, self.now))
+        node = self.own(key)
+        node.leases = placed(node.hello.lanes, kept, self.now)
         self.round = rounds.lease(self.draft(), unit, -1)
         if tell:
             self.send(key, Cancel(unit))

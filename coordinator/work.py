@@ -86,7 +86,7 @@ def _not_wanted(turn: Turn, peer: bytes, result: Result, reason: str) -> None:
 
 def _accept(turn: Turn, peer: bytes, result: Result) -> None:
     """Journal a result, acknowledge it, and see what it completes."""
-    unit, node = result.unit, turn.nodes[peer]
+    unit, node = result.unit, turn.own(peer)
     assert node.number is not None
     turn.persist(ResultAccepted(node.number, result))
     before = turn.proof.measured.get(node.number)
@@ -96,10 +96,12 @@ def _accept(turn: Turn, peer: bytes, result: Result) -> None:
         turn.state = measure(turn.state, node.number, result.digest)
     held, kept = membership.without(node.leases, unit)
     turn.round = rounds.fill(turn.draft(), node.number, result, int(held is not None))
-    tally, number = replace(node.tally, accepted=node.tally.accepted + 1), turn.round.number
-    pace = membership.pace_after(node, held, turn.now) if held is not None else node.pace
-    node = replace(node, applied=number, stalled=None, tally=tally, pace=pace)
-    turn.set_node(membership.holding(node, kept, turn.now))
+    number = turn.round.number
+    if held is not None:
+        node.pace = membership.pace_after(node, held, turn.now)
+        node.leases = membership.placed(node.hello.lanes, kept, turn.now)
+    node.applied, node.stalled = number, None
+    node.tally = replace(node.tally, accepted=node.tally.accepted + 1)
     turn.send(peer, Ack(unit, "ok"))
     auditing.on_result(turn, peer, result)
     cells = turn.round.cells(unit)
@@ -344,7 +346,7 @@ def reconcile(turn: Turn, peer: bytes, listed: dict[Unit, int]) -> None:
             turn.send(peer, Cancel(unit))
     order = {unit: k for k, unit in enumerate(listed)}
     ordered = sorted(kept.values(), key=lambda lease: order.get(lease.unit, len(order)))
-    turn.set_node(membership.holding(node, tuple(ordered), now))
+    turn.set_node(replace(node, leases=membership.placed(node.hello.lanes, tuple(ordered), now)))
 
 
 def _overlap(one: Unit, other: Unit) -> bool:

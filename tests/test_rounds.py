@@ -247,7 +247,7 @@ def node(
 ) -> Node:
     held = tuple(Lease(unit, since, since, since) for unit in units)
     made = Node(key_of(name), name, number, hello(lock), 0.0, 2, applied=0, pace=pace)
-    return membership.holding(made, held, since)
+    return replace(made, leases=membership.placed(made.hello.lanes, held, since))
 
 
 def leased(round: Round, *nodes: Node) -> Round:

@@ -283,7 +283,8 @@ def test_small_messages_share_a_frame() -> None:
     ack, large = encode(Ack(UNIT, "ok")), bytes(LONGEST_FRAME + 1)
     assert list(wire.bundles([ack, large, ack, ack])) == [[ack], [large], [ack, ack]]
     assert [len(group) for group in wire.bundles([ack] * 130)] == [64, 64, 2] and not [*wire.bundles([])]
-    both = encode(Bundle((ack, encode(Rehello()))))
+    both = wire.bundled((ack, encode(Rehello())))
+    assert both == encode(Bundle((ack, encode(Rehello()))))
     assert wire.decode_all(both) == [Ack(UNIT, "ok"), Rehello()]
     assert wire.decode_all(ack) == [Ack(UNIT, "ok")]
     for inner in (both, encode(Release("a node's word")), b"\x91\x09", b""):
