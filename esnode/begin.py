@@ -41,6 +41,7 @@ class Request:
     task: str | None = None
     model: str | None = None
     rounds: int | None = None
+    seed: int | None = None
     nodes: int = 2
     threads: int = 1
     code: Path | None = None  # the folder that `python:` tasks may be loaded from
@@ -64,7 +65,8 @@ def draft(request: Request) -> str:
 def _with_flags(written: Plan, request: Request) -> Plan:
     model = models.settled(request.model or written.model)  # a later --resume may run in another directory
     rounds = written.ops.rounds if request.rounds is None else request.rounds
-    return plan.changed(written, model=model, task=request.task or written.task, rounds=rounds)
+    seed = written.seed if request.seed is None else request.seed
+    return plan.changed(written, model=model, task=request.task or written.task, rounds=rounds, seed=seed)
 
 
 def signing_seed() -> bytes:
@@ -93,7 +95,12 @@ def settle(folder: RunFolder, request: Request, tell: Tell) -> Lock:
 
 def require_resumable(request: Request) -> None:
     """Refuse flags that a run which exists cannot follow any more; --rounds may change while it lasts."""
-    for flag, value in (("--plan", request.plan), ("--task", request.task), ("--model", request.model)):
+    for flag, value in (
+        ("--plan", request.plan),
+        ("--task", request.task),
+        ("--model", request.model),
+        ("--seed", request.seed),
+    ):
         if value is not None:
             raise RequestError(
                 f"{flag} cannot change a run that exists, it is locked to its plan. "

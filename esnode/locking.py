@@ -92,7 +92,7 @@ def resolve(
 
 _AS_PLANNED = (
     "members", "mirrored", "sigma", "alpha", "shaping", "clip", "std_floor", "update", "include", "exclude",
-    "live_dtype", "master", "repeatable", "temperature", "top_p",
+    "live_dtype", "master", "repeatable", "temperature", "top_p", "seed",
 )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 LARGEST_U64 = (1 << 64) - 1
@@ -82,6 +82,7 @@ def _flag(value: Any) -> bool:
     return value
 
 
+SEED = replace(whole(0), expects="a whole number from 0 to 2^64 - 1")
 FLAG = Rule("true or false", _flag)
 
 

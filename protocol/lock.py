@@ -23,6 +23,7 @@ from protocol.fields import (
     EXACT_SIGMA,
     FLAG,
     GLOB,
+    SEED,
     TABLE,
     Rule,
     choice,
@@ -92,6 +93,7 @@ class Lock:
     scorer: str  # SHA-256 of the scorer's source
     packages: dict[str, str] = field(default_factory=dict)
     date: str = "2026-01-01"
+    seed: int = 0  # decides nothing but the run id; not written down when 0
     train_prompts: int
     heldout_prompts: int
     train_tokens: str  # SHA-256 of all rendered token ids of the split
@@ -134,6 +136,8 @@ class Lock:
         if self.parent is not None:
             p = self.parent
             plain["parent"] = {"run": p.run, "round": p.round, "entry": p.entry, "digest": p.digest}
+        for name in [name for name, value in _UNWRITTEN.items() if plain[name] == value]:
+            del plain[name]
         try:
             return _canonical(plain)
         except (TypeError, ValueError) as error:  # NaN, broken Unicode, an object JSON has no word for
@@ -217,6 +221,7 @@ def _slices(total: int, size: int) -> tuple[tuple[int, int], ...]:
 
 # ---------------------------------------------------------------- strict reading
 
+_UNWRITTEN = {"seed": 0}  # left out at these values: locks from before the field keep their bytes
 _FLOATS = ("reward_low", "reward_high", "clip", "std_floor", "temperature", "top_p")
 _SHA256 = hexes(32, "a SHA-256")
 
@@ -262,6 +267,7 @@ _RULES: dict[str, Rule] = {
     "scorer": _SHA256,
     "packages": Rule("a table of package names and versions", _words),
     "date": DATE,
+    "seed": SEED,
     "train_prompts": whole(1, 2**32 - 1),
     "heldout_prompts": whole(0, 2**32 - 1),
     "train_tokens": _SHA256,
@@ -303,10 +309,11 @@ def lock_from_bytes(data: bytes) -> Lock:
         raise LockError("no lock: the JSON is not an object")
     if plain.get("law") != LAW:
         raise LockError(f"lock field law = {_shown(plain.get('law'))}: this version knows law {LAW} only")
-    for name in sorted(plain.keys() ^ _RULES.keys()):
+    found = _UNWRITTEN | plain
+    for name in sorted(found.keys() ^ _RULES.keys()):
         what = "unknown: written by a newer version?" if name in plain else "missing"
         raise LockError(f"lock field {_shown(name)} is {what}")
-    lock = Lock(**{name: _read(name, rule, plain[name]) for name, rule in _RULES.items()})
+    lock = Lock(**{name: _read(name, rule, found[name]) for name, rule in _RULES.items()})
     check(lock)
     if lock.to_bytes() != data:
         raise LockError("the lock is not in canonical form (sorted keys, no spaces, shortest floats)")

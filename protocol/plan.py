@@ -48,6 +48,7 @@ class Plan:
     repeatable: bool = False
     trusted: tuple[str, ...] = ()
     date: str = "2026-01-01"
+    seed: int = 0  # u64; acts through the run id
     members: int
     mirrored: bool = False
     sigma: tuple[float, ...]  # bf16 values

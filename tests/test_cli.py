@@ -216,6 +216,7 @@ def test_an_unknown_command_names_the_nearest() -> None:
     [
         ("run", "--nodes", "0"),
         ("run", "--rounds", "many"),
+        ("run", "--seed", "-1"),
         ("run", "--speed", "11"),
         ("export", "some.ledger"),
         ("verify",),
@@ -385,7 +386,7 @@ def test_an_unknown_model_without_network_leaves_no_folder(tmp_path: Path) -> No
 
 def test_a_running_plan_cannot_be_changed(tmp_path: Path) -> None:
     (tmp_path / "plan.toml").write_text("")
-    for flag, value in (("--task", "countdown"), ("--model", "x"), ("--plan", "y")):
+    for flag, value in (("--task", "countdown"), ("--model", "x"), ("--plan", "y"), ("--seed", "1")):
         shown = refused("run", "--resume", "--out", str(tmp_path), flag, value, code=2)
         assert f"{flag} cannot change a run that exists" in shown
 

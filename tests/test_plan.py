@@ -24,6 +24,7 @@ from esnode import planfile, tasks
 from esnode.cli.plan import plan as plan_command
 from esnode.tasks import TaskError
 from esnode.template import template
+from protocol import seeds
 from protocol.fields import bf16
 from protocol.lock import Lock, LockError, Parent, TensorSpec, lock_from_bytes, resolve_slice
 from protocol.messages import Kind
@@ -117,6 +118,10 @@ def test_a_whole_plan_is_read() -> None:
         ('model = "demo"', f'model = "demo"\ntrusted = ["{HEX}", "{HEX}"]', "twice"),
         ('model = "demo"', 'model = "demo"\ndate = 2026-01-01', "2026-01-01: must be a quoted date"),
         ('model = "demo"', 'model = "demo"\ndate = "2026-02-31"', "no day of the calendar"),
+        ('model = "demo"', 'model = "demo"\nseed = -1', "= -1: must be a whole number from 0 to 2^64 - 1"),
+        ('model = "demo"', f'model = "demo"\nseed = {2**64}', "run.seed"),
+        ('model = "demo"', 'model = "demo"\nseed = 1.0', "run.seed"),
+        ('model = "demo"', f'model = "demo"\nseed = {2**64 - 1}', ""),
         ("mirrored = true", "shaping = 'rank'", "zscore"),
         ("mirrored = true", "clip = -1", "run.es.clip = -1"),
         ("mirrored = true", "std_floor = nan", "run.es.std_floor = nan"),
@@ -281,6 +286,17 @@ def test_golden_run_id() -> None:
     assert small_lock().run_id.hex() == "816b74546d66525151dad4d5b5644740c998240e129212dba87da9fa201e41ca"
 
 
+def test_a_seed_makes_another_run_and_none_makes_the_run_of_before() -> None:
+    plain, other = small_lock(), small_lock(seed=2**64 - 1)
+    assert b"seed" not in plain.to_bytes() and plain.seed == 0
+    assert lock_from_bytes(other.to_bytes()) == other and other.run_id != plain.run_id
+    streams = [
+        (seeds.member_seed(lock.run_id, 0, 0, False), list(seeds.prompts_of_round(lock.run_id, 0, 12, 12)))
+        for lock in (plain, other)
+    ]
+    assert streams[0][0] != streams[1][0] and streams[0][1] != streams[1][1], "other noise, other prompts"
+
+
 LOCK = json.loads(small_lock().to_bytes())
 
 
@@ -326,6 +342,9 @@ def test_lock_fields_are_all_needed_and_typed(name: str) -> None:
         ({"parent": {"run": HEX}}, "parent"),
         ({"packages": {"a": 1}}, "packages"),
         ({"top_p": 0.0}, "top_p"),
+        ({"seed": -1}, "seed = -1"),
+        ({"seed": 1.0}, "seed = 1.0"),
+        ({"seed": 0}, "canonical"),
     ],
 )  # fmt: skip
 def test_lock_refusals(changes: dict[str, Any], says: str) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from esnode.cli import options
+from protocol.fields import LARGEST_U64
 
 
 @click.command()
@@ -39,6 +40,12 @@ from esnode.cli import options
 @options.backend
 @click.option("--rounds", type=click.IntRange(min=1), metavar="R", help="Rounds, instead of the plan's.")
 @click.option(
+    "--seed",
+    type=click.IntRange(0, LARGEST_U64),
+    metavar="N",
+    help="Seed, instead of the plan's: other noise, other order of prompts.",
+)
+@click.option(
     "--out", type=click.Path(path_type=Path, file_okay=False), help="Run folder [default: runs/TASK-TIME]."
 )
 @options.code
@@ -54,6 +61,7 @@ def run(
     engines_per_gpu: int,
     lanes: int | None,
     rounds: int | None,
+    seed: int | None,
     out: Path | None,
     code: Path | None,
     resume: bool,
@@ -72,6 +80,7 @@ def run(
       esnode run
       esnode run --task conciseness --rounds 8
       esnode run --plan plan.toml --nodes 4 --out runs/mine
+      esnode run --plan plan.toml --seed 1
       esnode run --plan plan.toml --engine vllm --gpus 0,1
       esnode run --resume --out runs/mine
     """
@@ -94,6 +103,7 @@ def run(
         task=task,
         model=model,
         rounds=rounds,
+        seed=seed,
         nodes=len(shares),
         threads=threads or (max(1, cores() // len(shares)) if on_gpus else 1),
         code=code,
