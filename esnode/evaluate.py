@@ -10,7 +10,7 @@ import hashlib
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -149,19 +149,26 @@ def run(
     *,
     model: str = "",
     round: int | None = None,
+    lock: Lock | None = None,
     tell: Tell = silent,
 ) -> Report:
     """Measure the engine's live weights on one split of the task. Raises EvaluateError on senseless settings.
 
-    `scorer` is needed by tasks that generate. `model` and `round` are labels for the report.
+    `scorer` is needed by tasks that generate. `model` and `round` are labels for the report. `lock`: of the
+    run whose own task this is. Its batches and its longest answer are taken then, so that the greedy score
+    of the held-out prompts is the one a node with this engine reports, to the last bit.
     """
     chosen = (settings or Settings()).checked(prepared.task.mode)
     began = time.perf_counter()
+    batches = _batches(prepared.count(chosen.split), lock)
     drawn: list[list[Episode]] = []
     if prepared.task.mode == "likelihood":
-        greedy = _likely(engine, prepared, chosen.split, tell)
+        greedy = _likely(engine, prepared, chosen.split, batches, tell)
     else:
-        greedy, drawn = _played(engine, prepared, scorer, chosen, tell)
+        limit = chosen.max_new_tokens or (lock or prepared.task).max_new_tokens
+        greedy, drawn = _played(
+            engine, prepared, scorer, replace(chosen, max_new_tokens=limit), batches, tell
+        )
     results = [_result(index, greedy[index], drawn[index] if drawn else []) for index in range(len(greedy))]
     every = [*greedy, *(episode for samples in drawn for episode in samples)]
     return Report(
@@ -171,7 +178,7 @@ def run(
         settings=chosen,
         prompts=len(results),
         mode=prepared.task.mode,
-        greedy_reward=estimates.mean([result.reward for result in results]),
+        greedy_reward=_summed(estimates.mean([result.reward for result in results]), results, lock),
         greedy_correct=estimates.share(sum(result.correct for result in results), len(results)),
         mean_reward=estimates.mean([_average(result.rewards) for result in results]) if drawn else None,
         mean_correct=estimates.mean([_average(result.corrects) for result in results]) if drawn else None,
@@ -183,25 +190,46 @@ def run(
     )
 
 
-def _likely(engine: Engine, prepared: Prepared, split: str, tell: Tell) -> list[Episode]:
+def _batches(total: int, lock: Lock | None) -> list[range]:
+    """The prompts that go through the engine together, as in a node's unit of the whole split."""
+    size = ROWS if lock is None else lock.chunk if lock.repeatable else max(total, 1)
+    return [range(start, min(start + size, total)) for start in range(0, total, size)]
+
+
+def _summed(greedy: Estimate, results: Sequence[PromptResult], lock: Lock | None) -> Estimate:
+    """The mean as the run's ledger has it: of the chunks' rounded sums."""
+    if lock is None:
+        return greedy
+    starts = range(0, len(results), lock.chunk)
+    sums = [math.fsum(one.reward for one in results[start : start + lock.chunk]) for start in starts]
+    return replace(greedy, value=math.fsum(sums) / len(results))
+
+
+def _likely(
+    engine: Engine, prepared: Prepared, split: str, batches: Sequence[range], tell: Tell
+) -> list[Episode]:
     total = prepared.count(split)
     measured: list[Episode] = []
-    for start in range(0, total, ROWS):
-        tell("measuring likelihoods", start, total)
-        rows = range(start, min(start + ROWS, total))
+    for rows in batches:
+        tell("measuring likelihoods", rows.start, total)
         measured += patiently(partial(episodes.likelihoods, engine, prepared, split, rows, Spent()))
     tell("measuring likelihoods", total, total)
     return measured
 
 
 def _played(
-    engine: Engine, prepared: Prepared, scorer: Scorer | None, settings: Settings, tell: Tell
+    engine: Engine,
+    prepared: Prepared,
+    scorer: Scorer | None,
+    settings: Settings,
+    batches: Sequence[range],
+    tell: Tell,
 ) -> tuple[list[Episode], list[list[Episode]]]:
     """Greedy episodes by prompt, and sampled ones by prompt and sample."""
     if scorer is None:
         raise ValueError(f"task {prepared.task.name!r} generates answers: it needs a scorer")
     prompts, samples = prepared.count(settings.split), settings.samples
-    limit = settings.max_new_tokens or prepared.task.max_new_tokens
+    limit = settings.max_new_tokens
     key = hashlib.blake2b(f"esnode evaluate {settings.seed}".encode(), digest_size=32).digest()
     greedy = Sampling(limit, prepared.stop_ids)
     sampled = Sampling(limit, prepared.stop_ids, settings.temperature, settings.top_p)
@@ -213,19 +241,20 @@ def _played(
         call = partial(episodes.play, engine, prepared, scorer, settings.split, indices, streams, sampling)
         return patiently(lambda: call(Spent()))
 
-    def play(rows: Sequence[tuple[int, int]], sampling: Sampling) -> list[Episode]:
+    def play(batches: Iterable[Sequence[tuple[int, int]]], sampling: Sampling) -> list[Episode]:
         nonlocal done
         measured: list[Episode] = []
-        for start in range(0, len(rows), ROWS):
-            measured += answered(rows[start : start + ROWS], sampling)
-            done += len(rows[start : start + ROWS])
+        for rows in batches:
+            measured += answered(rows, sampling)
+            done += len(rows)
             tell("answering", done, prompts * (1 + samples))
         return measured
 
     tell("answering", 0, prompts * (1 + samples))
-    first = play([(index, 0) for index in range(prompts)], greedy)
+    first = play([[(index, 0) for index in batch] for batch in batches], greedy)
     # Samples of one prompt lie side by side, so that an engine can run what they share once.
-    rest = play([(index, sample) for index in range(prompts) for sample in range(1, samples + 1)], sampled)
+    every = [(index, sample) for index in range(prompts) for sample in range(1, samples + 1)]
+    rest = play([every[start : start + ROWS] for start in range(0, len(every), ROWS)], sampled)
     return first, [rest[start : start + samples] for start in range(0, len(rest), max(1, samples))]
 
 
@@ -260,11 +289,19 @@ class Subject:
     scorer: Scorer | None
     model: str
     round: int | None
+    lock: Lock | None = None  # of the run, where the task is the run's own
 
     def measure(self, settings: Settings | None = None, tell: Tell = silent) -> Report:
         """`run` on this subject: greedy answers to the held-out prompts, unless `settings` say otherwise."""
         return run(
-            self.engine, self.prepared, self.scorer, settings, model=self.model, round=self.round, tell=tell
+            self.engine,
+            self.prepared,
+            self.scorer,
+            settings,
+            model=self.model,
+            round=self.round,
+            lock=self.lock,
+            tell=tell,
         )
 
     def close(self) -> None:
@@ -321,7 +358,8 @@ def open_ledger(
 ) -> Subject:
     """The weights of any round of a ledger, and a task; left out, the task the run was trained on.
 
-    The run's own task keeps the run's options and date, so that a greedy score is the run's held-out score.
+    The run's own task keeps the run's options, date, batches and longest answer, so that a greedy score is
+    the run's held-out score, as `run` says of its lock.
     Arguments and errors as of `rebuild.at`; `options` and `code` are the task's.
     """
     from esnode import rebuild
@@ -336,7 +374,8 @@ def open_ledger(
     rebuilt = rebuild.at(ledger, round, base, threads=threads, tell=tell)
     settled = replace(lock, task=spec, task_options=tasks.header(data)[1])
     label = f"{lock.model} ({ledger.path})"
-    return _subject(rebuilt.engine, settled, data, rebuilt.model, code, label, rebuilt.round)
+    subject = _subject(rebuilt.engine, settled, data, rebuilt.model, code, label, rebuilt.round)
+    return replace(subject, lock=lock) if settled == lock else subject
 
 
 def _subject(

@@ -6,19 +6,24 @@ import itertools
 import json
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from esnode import estimates, evaluate, manifest, tasks
+from esnode import estimates, evaluate, locking, manifest, tasks
 from esnode.cli.evaluate import evaluate as command
 from esnode.cli.evaluate import parse_option
+from esnode.engines import transformers_engine
 from esnode.evaluate import EvaluateError, Settings
 from esnode.prompts import Prepared
 from esnode.scoring import Scorer
+from esnode.worker import Worker
 from protocol import seeds
+from protocol.messages import Kind, Unit
 from tests import tiny
 from tests.fake_engine import FakeEngine
 
@@ -224,6 +229,46 @@ def test_a_ledger_by_command(model: Path, tmp_path: Path) -> None:
     assert scores[0] != scores[1]
     plain = called(str(model), "--task", "short-answers", "--threads", "1", "--json")
     assert plain["greedy_reward"]["value"] == scores[0]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("repeatable", [True, False])
+@pytest.mark.parametrize("spec", ["short-answers", "arithmetic"])
+def test_the_score_of_a_runs_own_task_is_the_runs(
+    model: Path, spec: str, repeatable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the last bit: the batches of a node's probe, the lock's longest answer, sums chunk by chunk."""
+    options = {"train": 4, "heldout": 11} if spec == "arithmetic" else {}
+    data = tasks.materialise(spec, options)
+    task = tasks.open_task(spec, tasks.header(data)[1], data)
+    lock = tiny.lock(
+        model, task=spec, task_options=tasks.header(data)[1], reward_low=task.low, reward_high=task.high,
+        heldout_prompts=len(task.heldout), train_prompts=len(task.train), chunk=3, max_new_tokens=5,
+        repeatable=repeatable,
+    )  # fmt: skip
+    engine = transformers_engine.load(lock, model, threads=1)
+    batches: list[int] = []
+
+    def counted(real: Any, prompts: Sequence[object], *rest: object) -> object:
+        batches.append(len(prompts))
+        return real(prompts, *rest)
+
+    for name in ("loglik", "generate"):
+        monkeypatch.setattr(engine, name, partial(counted, getattr(engine, name)))
+    prepared = Prepared(tiny.tokenizer(), task, lock.date)
+    scorer = locking.scorer(lock, data)
+    worker = Worker(lock, engine, prepared, scorer)
+    try:
+        outcome = worker.evaluate(Unit(0, Kind.PROBE, 0, 0, lock.chunk_count(Kind.PROBE) - 1))
+        by_node = batches.copy()
+        report = evaluate.run(engine, prepared, scorer, lock=lock)
+    finally:
+        worker.close()
+        if scorer is not None:
+            scorer.close()
+    assert [result.reward for result in report.results] == list(outcome.scores)
+    assert report.greedy_reward.value == math.fsum(outcome.sums) / len(task.heldout)
+    assert report.tokens == outcome.tokens
+    assert batches == by_node * 2 and max(by_node) == (3 if repeatable else len(task.heldout))
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ from esnode.cli.ledger import BASE, ROUND, told
     type=click.IntRange(min=0),
     default=0,
     metavar="N",
-    help="Longest answer, in tokens [default: the task's].",
+    help="Longest answer, in tokens [default: the run's on its own task, else the task's].",
 )
 @click.option(
     "--seed",
@@ -99,7 +99,8 @@ def evaluate(
     Always measured: the greedy answers (for likelihood tasks: the mean log-likelihood). With --samples N
     also mean@N, the mean share of right answers, and pass@k without bias (Chen et al. 2021) for k = 1, 2, 4,
     ... up to N. Intervals are 95% over prompts: Wilson's for the share of right greedy answers, percentile
-    bootstrap for the rest.
+    bootstrap for the rest. The greedy score of a LEDGER on its own task is measured in the run's batches: on
+    the engine that measured it there it is the held-out score of the ledger again.
 
     \b
     Examples:
