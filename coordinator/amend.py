@@ -15,6 +15,7 @@ from coordinator.events import AmendAsked, AmendOrdered
 from coordinator.state import State
 from coordinator.turn import Turn
 from protocol.chain import BrokenChain
+from protocol.counting import nth
 from protocol.entries import AmendBody, public_key
 from protocol.fields import bf16
 
@@ -75,14 +76,14 @@ def refusal(state: State, event: AmendAsked) -> str:
     if state.stopped or state.ending is not None:
         return "the run has ended"
     if event.from_round <= state.chain.round:
-        open_round = state.chain.round
-        return f"round {open_round} is being measured: the first one that can change is {open_round + 1}"
+        now, first = nth(state.chain.round), nth(state.chain.round + 1)
+        return f"{now} is being measured: the first one that can change is {first}"
     mine = public_key(state.key)
     if event.trusted and mine not in event.trusted:
         return (
-            f"this coordinator's own key {mine.hex()} is not among them, so it could sign nothing from round "
-            f"{event.from_round} on: name it too. To take it off, let a successor with another key take over "
-            "and amend there"
+            f"this coordinator's own key {mine.hex()} is not among them, so it could sign nothing from "
+            f"{nth(event.from_round)} on: name it too. To take it off, let a successor with another key "
+            "take over and amend there"
         )
     try:
         state.chain.check_amend(_body(event))
@@ -108,7 +109,7 @@ def on_tick(turn: Turn) -> None:
         order = turn.state.orders[0]
         if order.from_round <= turn.chain.round:  # D was not known in time; the open round keeps its settings
             late, order = order, replace(order, from_round=turn.chain.round + 1)
-            turn.note("amend", **_words(order), reason=f"round {late.from_round} had begun")
+            turn.note("amend", **_words(order), reason=f"{nth(late.from_round)} had begun")
         turn.append(_body(order))  # which takes the order off the list
 
 

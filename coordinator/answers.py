@@ -13,6 +13,7 @@ from coordinator import claims
 from coordinator.membership import Verdict
 from coordinator.state import State
 from coordinator.turn import Turn
+from protocol.counting import rounds
 from protocol.entries import CommitBody
 from protocol.messages import RELEASED, RUN_ENDED, WIRE_VERSION, Hello, Rehello, Welcome
 
@@ -79,7 +80,7 @@ def last_words(state: State) -> str:
     gone = {number for key, number in state.numbers.items() if key in left}
     names = {_name(state, number) for number in _recent(state) if number not in gone}
     names |= {node.name for key, node in state.nodes.items() if key not in left}
-    words = f"{RUN_ENDED}: {state.chain.round} rounds are committed"
+    words = f"{RUN_ENDED} after {rounds(state.chain.round)}"
     if not names:
         return words
     known = state.chain.entries[-1].nonce == state.nonce or inherited(state)

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from coordinator.membership import LOST_AFTER, READY, Node, Verdict, standing
+from protocol.counting import rounds
 from protocol.messages import Rederived
 from protocol.pieces import pieces_of
 
@@ -112,7 +113,7 @@ def misfit(state: Any, message: Rederived) -> str:
     if message.since > message.commits:
         return f"replay to {message.commits} rounds that began after {message.since}"
     if message.contradicted and state.chain.digest_at(message.contradicted - 1) is None:
-        return f"it contradicts a digest after {message.contradicted - 1} rounds that no entry states"
+        return f"it contradicts a digest after {rounds(message.contradicted - 1)} that no entry states"
     return ""
 
 

@@ -21,6 +21,7 @@ from coordinator.claims import FAULTS_TO_LEAVE, Dispute, sides, there
 from coordinator.events import FaultFound
 from coordinator.state import blame, learn
 from coordinator.turn import Turn
+from protocol.counting import rounds
 from protocol.messages import Bye, DigestAsk, Message, Rederive, Rederived, TensorDigests
 from protocol.pieces import pieces_of
 from protocol.seeds import U64
@@ -220,7 +221,8 @@ def _reason(turn: Turn, key: bytes) -> str:
     mine = state.proof.words[key]
     others = [other for other, digest in state.proof.words.items() if digest != mine]
     who = ", ".join(standoff.names(turn, others)) or "the ledger"
-    return f"after {state.chain.round} rounds this node has digest {mine:016x}, {who} another: replay decides"
+    here = f"after {rounds(state.chain.round)} this node has digest {mine:016x}"
+    return f"{here}, {who} another: replay decides"
 
 
 def _update(turn: Turn, **changes: Any) -> None:
@@ -385,7 +387,7 @@ def _close(turn: Turn, dispute: Dispute) -> None:
             said = turn.chain.digest_at(answer.contradicted - 1)
             return standoff.stop_with(
                 turn,
-                f"the ledger states digest {said or 0:016x} after {answer.contradicted - 1} rounds, the "
+                f"the ledger states digest {said or 0:016x} after {rounds(answer.contradicted - 1)}, the "
                 f"replay of {standoff.names(turn, [key])[0]} ({answer.by}) contradicts it and is confirmed "
                 "since. ",
             )

@@ -16,6 +16,7 @@ from coordinator.membership import alive
 from coordinator.peers import Peer
 from coordinator.state import State
 from coordinator.turn import Turn
+from protocol.counting import rounds
 from protocol.messages import Message
 from protocol.peers import (
     MOST_DONORS,
@@ -79,7 +80,7 @@ def disagreements(state: State) -> list[str]:
 
 
 def _title(round: int) -> str:
-    return f"snapshot of round {round}: "
+    return f"snapshot after {rounds(round)}: "
 
 
 # ---------------------------------------------------------------- choosing donors
@@ -196,7 +197,7 @@ def _tell_wrong(turn: Turn, key: bytes, kept: Kept, signed: bytes) -> None:
     peer, name = _peer(turn.state, key), turn.nodes[key].name
     _put(turn, key, replace(peer, kept=tuple(row for row in peer.kept if row != kept)))
     reason = (
-        f"snapshot of round {kept.round}: the signed root is {signed.hex()[:12]}, this file's is "
+        f"snapshot after {rounds(kept.round)}: the signed root is {signed.hex()[:12]}, this file's is "
         f"{kept.root.hex()[:12]}, so the file is not what the replica held"
     )
     turn.send(key, WrongFile(kept.round, kept.root, reason))

@@ -10,6 +10,7 @@ import msgspec
 from msgspec.structs import replace
 
 from protocol.chain import Chain
+from protocol.counting import rounds
 from protocol.entries import EntryKind
 from protocol.lock import Lock
 from protocol.messages import WIRE_VERSION, Hello, Kind, Unit
@@ -164,11 +165,11 @@ def standing(node: Node, round: int, now: float) -> tuple[str, str]:
         return BEHIND, f"its ledger leaves the run's at entry {node.astray}: it goes back there"
     if node.applied < round - 1:
         if node.applied < 0:
-            return BEHIND, f"it has not rebuilt its replica of round {round} yet"
-        return BEHIND, f"its replica is at round {node.applied}, the run at {round}"
+            return BEHIND, f"it has not rebuilt its replica after {rounds(round)} yet"
+        return BEHIND, f"it has applied {node.applied} of {rounds(round)}"
     if node.stalled:
         return STALLED, f"member {node.stalled[0].member} stands still at {node.stalled[1] / 10:.0f}%"
-    return READY, f"at round {node.applied}"
+    return READY, f"after {rounds(node.applied)}"
 
 
 def alive(node: Node, now: float) -> bool:

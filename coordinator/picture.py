@@ -13,6 +13,7 @@ from coordinator import answers, audit, claims, donors, enrolment, membership, r
 from coordinator.membership import READY, Node
 from coordinator.rounds import Round
 from coordinator.state import State
+from protocol.counting import rounds as counted
 from protocol.messages import Kind, Unit
 
 
@@ -58,7 +59,7 @@ def _state(state: State) -> tuple[str, str]:
     if state.stopped:
         return "stopped", state.stopped
     if state.ending is not None or state.chain.ended:
-        return "ended", f"all {state.chain.round} rounds are committed"
+        return "ended", f"complete after {counted(state.chain.round)}"
     if state.lineage.waiting:
         return "recovering", answers.answered(state).reason
     if state.round is None:

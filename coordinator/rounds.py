@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from coordinator.cells import MEMBER, Cells, Round, free_of
 from protocol.chain import Chain
+from protocol.counting import nth
 from protocol.entries import COMPLETE, QUORUM, CommitBody, EntryKind, MemberReward, ScoreBody
 from protocol.lock import Lock
 from protocol.messages import Kind, Result, Unit
@@ -222,7 +223,7 @@ def judge(lock: Lock, round: Round, result: Result) -> Verdict:
     if unit.round != round.number:
         if unit.round < round.number:
             return Verdict("late", "the round is closed")
-        return Verdict("refused", f"round {unit.round} is not open")
+        return Verdict("refused", f"{nth(unit.round)} is not open")
     if unit.kind != MEMBER and not round.probe:
         return Verdict("late", "the probe is closed")
     cells = round.cells(unit)

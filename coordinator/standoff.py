@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from coordinator.claims import Dispute
 from coordinator.turn import Turn
+from protocol.counting import rounds
 from protocol.pieces import pieces_of
 
 
@@ -16,7 +17,7 @@ def stop_ledger(turn: Turn, dispute: Dispute, right: int, stated: int) -> None:
     """Replay from the base contradicts a digest that is signed already."""
     stop_with(
         turn,
-        f"the ledger states digest {stated:016x} after {dispute.commits} rounds, replay from the base gives "
+        f"the ledger states digest {stated:016x} after {rounds(dispute.commits)}, replay from the base gives "
         f"{right:016x} ({dispute.confirmed[right]}): a wrong digest was signed. ",
     )
 
@@ -41,7 +42,7 @@ def stop_both(turn: Turn, dispute: Dispute, won: Sequence[int]) -> None:
         )
     turn.note("dispute", round=dispute.commits, what="two confirmed sides", sides=lines)
     turn.stop(
-        f"two replicas differ after {dispute.commits} rounds and replay confirms both: {'; '.join(lines)}. "
+        f"two replicas differ after {rounds(dispute.commits)} and replay confirms both: {'; '.join(lines)}. "
         "Run `esnode doctor` on both machines",
         1,
     )

@@ -23,6 +23,7 @@ from coordinator.membership import LOST_AFTER, Lease, Node, alive, placed
 from coordinator.rounds import Round
 from coordinator.state import State, adopt
 from protocol.chain import Chain
+from protocol.counting import of_note
 from protocol.entries import Body, CommitBody, LockBody, ScoreBody, seal
 from protocol.lock import Lock
 from protocol.messages import Assign, Bye, Cancel, Commit, Message, Unit
@@ -199,7 +200,8 @@ class Turn:
         self.effects.append(Note(topic, fields))
         if topic in DECISIONS:
             said = [f"{fields[name]}" for name in ("node", "what") if name in fields]
-            said += [f"{name} {fields[name]}" for name in ("round", "member") if name in fields]
+            said += [of_note(topic, fields["round"])] if "round" in fields else []
+            said += [f"member {fields['member']}"] if "member" in fields else []
             words = f"{topic}: {' '.join(said)}" + f" ({fields['reason']})" * ("reason" in fields)
             self.set(decisions=(*self.decisions, (self.now, words))[-KEPT_DECISIONS:])
 

@@ -18,6 +18,8 @@ from coordinator.leases import Pool, Rescue
 from coordinator.membership import READY, Lease, Node
 from coordinator.state import State, measure
 from coordinator.turn import Turn
+from protocol.counting import nth
+from protocol.counting import rounds as counted
 from protocol.entries import QUORUM, EndBody
 from protocol.messages import Ack, Assign, Cancel, Failed, Kind, Result, Unit
 
@@ -184,7 +186,7 @@ def close(turn: Turn) -> None:
         elif round.final:
             if turn.signable is None:
                 return
-            turn.append(EndBody(f"{round.number} rounds are done"))
+            turn.append(EndBody(f"{counted(round.number)} done"))
             turn.set(ending=turn.now)
         elif round.unsettled and turn.ops.quorum >= 1:
             return
@@ -208,9 +210,7 @@ def _closing(turn: Turn) -> tuple[rounds.Closing | None, str]:
     closing, reason = rounds.closing(round, turn.lock, turn.ops, turn.now)
     if closing is not None and len(closing.members) < rounds.MIN_MEMBERS:
         why = closing.voids[0][1] if closing.voids else reason
-        turn.stop(
-            f"round {round.number} has {len(closing.members)} members that could be evaluated: {why}", 1
-        )
+        turn.stop(f"{nth(round.number)} has {len(closing.members)} members that could be evaluated: {why}", 1)
     return closing, reason
 
 

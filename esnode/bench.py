@@ -1,8 +1,8 @@
 """Where the time of a node goes: one round's shares, and a timeline of them. Behind `esnode bench node`.
 
-Some members of round 0 are measured as a node does it, scores beside the next member's answers, then a commit
-of the plan's whole population is applied, and the shares of a round of that population are worked out. Needs
-the node extra. Called by `cli/bench.py` and `benchmarks/round.py`.
+Some members of the first round are measured as a node does it, scores beside the next member's answers, then
+a commit of the plan's whole population is applied, and the shares of a round of that population are worked
+out. Needs the node extra. Called by `cli/bench.py` and `benchmarks/round.py`.
 """
 
 from __future__ import annotations

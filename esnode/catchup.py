@@ -23,6 +23,7 @@ from esnode.snapshotevents import (
     Saved,
     StopFetch,
 )
+from protocol.counting import rounds
 from protocol.entries import EntryKind
 from protocol.messages import Message
 from protocol.peers import (
@@ -218,10 +219,11 @@ def _on_fetching(turn: Turn, event: Fetching) -> None:
     link = (size - event.done) / event.rate
     by_snapshot = link + size / LOAD_RATE + max(state.chain.round - catch.round, 0) * state.pace
     by_replay = (state.chain.round - state.rounds) * state.pace
+    left = state.chain.round - state.rounds
     words = (
-        f"replay of {state.chain.round - state.rounds} rounds at {state.pace:.2f} s takes {by_replay:.0f} s; "
-        f"snapshot of round {catch.round}, {size / 1e6:.0f} MB at {event.rate / 1e6:.1f} MB/s, and "
-        f"{max(state.chain.round - catch.round, 0)} rounds after it {by_snapshot:.0f} s"
+        f"replay of {rounds(left)} at {state.pace:.2f} s takes {by_replay:.0f} s; snapshot after "
+        f"{rounds(catch.round)}, {size / 1e6:.0f} MB at {event.rate / 1e6:.1f} MB/s, and "
+        f"{rounds(max(state.chain.round - catch.round, 0))} more {by_snapshot:.0f} s"
     )
     if not catch.way and (by_snapshot < CLEARLY * by_replay or _forced(state)):
         turn.set(catch=replace(catch, way="snapshot"))

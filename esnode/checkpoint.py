@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from esnode import snapshot
 from esnode.room import Room
 from esnode.snapshot import Header, Reader, SnapshotError
+from protocol.counting import rounds
 from protocol.entries import Entry, EntryKind
 from protocol.lock import Lock
 
@@ -185,9 +186,9 @@ class Checkpoints:
         if header != expected:
             return "it is of another run or another model"
         if height is None or entries[height].round + 1 != header.round:
-            return f"its round {header.round} is not in this ledger"
+            return f"its state after {rounds(header.round)} is not in this ledger"
         if height + 1 < len(entries) and entries[height + 1].digest != header.digest:
-            return f"the ledger states another digest after round {header.round}"
+            return f"the ledger states another digest after {rounds(header.round)}"
         return ""
 
 

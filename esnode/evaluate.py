@@ -29,6 +29,7 @@ from esnode.scoring import Scorer
 from esnode.tell import Tell, silent
 from esnode.template import template
 from protocol import plan, seeds
+from protocol.counting import rounds
 from protocol.errors import UserError
 from protocol.lock import Lock
 
@@ -115,7 +116,7 @@ class Report:
 
     def table(self) -> Table:
         """For a terminal."""
-        state = "" if self.round is None else f" after {self.round} rounds"
+        state = "" if self.round is None else f" after {rounds(self.round)}"
         table = Table(
             title=f"{self.model}{state}, {self.task}, {self.prompts} {self.settings.split} prompts",
             caption=self._caption(),

@@ -24,6 +24,7 @@ from esnode.history import Costs, History
 from esnode.progress import clock, say, size
 from esnode.rebuild import Ledger, Rebuilt
 from esnode.tell import Tell
+from protocol.counting import rounds
 
 if TYPE_CHECKING:
     from esnode.engines.interface import Engine
@@ -186,7 +187,7 @@ def _summary(outcome: Outcome) -> Table:
     for label, words in summary(outcome.history, outcome.costs):
         table.add_row(label, Text(words))
     rebuilt = outcome.rebuilt
-    table.add_row("digest", f"{rebuilt.digest:016x}, {rebuilt.compared} of {rebuilt.round} rounds compared")
+    table.add_row("digest", f"{rebuilt.digest:016x}, {rebuilt.compared} of {rounds(rebuilt.round)} compared")
     kept = size(outcome.place.ledger.stat().st_size)
     table.add_row("replay", f"{rebuilt.replay_seconds:.1f} s from the ledger ({kept})")
     return table

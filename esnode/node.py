@@ -37,6 +37,7 @@ from esnode.events import (
 )
 from esnode.nodestate import FINISHED, HELLO_FIRST, Running, Sent, State, Turn
 from protocol.chain import BrokenChain, Chain
+from protocol.counting import rounds
 from protocol.entries import CommitBody, EntryKind
 from protocol.lock import Lock
 from protocol.messages import RELEASED, RUN_ENDED, Failed, Kind, NodeBeat, Release, Result, Unit
@@ -231,8 +232,8 @@ def _on_applied(turn: Turn, event: EntriesApplied) -> None:
         turn.tell_applied()
         if commits:  # where this node is, for who watches it
             mean, _ = mean_and_std([member.reward for member in commits[-1].members])
-            rounds = f"{turn.state.rounds} of {state.chain.round} rounds"
-            turn.note("applied", what=rounds, mean=mean, ms=event.ms)
+            behind = f"{turn.state.rounds} of " * (turn.state.rounds < state.chain.round)
+            turn.note("applied", what=behind + rounds(state.chain.round), mean=mean, ms=event.ms)
         catchup.after_apply(turn, len(commits))
         proof.after_applied(turn)
 

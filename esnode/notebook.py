@@ -15,6 +15,7 @@ from pathlib import Path
 
 from esnode.folder import write_file
 from protocol import ledger
+from protocol.counting import rounds
 from protocol.entries import Entry, EntryKind, parse
 from protocol.errors import UserError
 from protocol.ledger import LedgerFile
@@ -147,7 +148,7 @@ class Notebook:
 
 def _over(path: Path, end: Entry) -> str:
     name = f"entry {end.hash.hex()[:16]} of term {end.term}"
-    return f"{RUN_ENDED} after {end.round} rounds with {name}; the whole ledger is {path}"
+    return f"{RUN_ENDED} after {rounds(end.round)} with {name}; the whole ledger is {path}"
 
 
 def _unwritable(folder: Path, error: OSError) -> str:

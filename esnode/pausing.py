@@ -14,6 +14,7 @@ from typing import Any
 
 from esnode.events import Event, Pause, Resume
 from esnode.nodestate import HELLO_FIRST, Turn
+from protocol.counting import rounds
 from protocol.messages import RUN_ENDED, Message, Rehello, Release
 
 CLOSING = 15.0  # seconds to get the rest of the ledger in, once the run has ended
@@ -63,7 +64,7 @@ def late(turn: Turn) -> str:
     state = turn.state
     if not state.closing or state.chain.ended:
         return ""
-    return f"; the ledger here stops at round {state.chain.round}: copy another node's"
+    return f"; the ledger here stops after {rounds(state.chain.round)}: copy another node's"
 
 
 def hear(turn: Turn, message: Message) -> None:

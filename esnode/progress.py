@@ -23,6 +23,7 @@ from esnode.history import Costs, HeldOut, History, Round
 from esnode.sketch import sparkline
 from esnode.standing import node_words
 from esnode.tell import Tell
+from protocol.counting import nth, rounds
 
 LINE_SECONDS = 4.0  # between lines about a step, where there is no terminal
 STAGES = ("generate", "perturb", "update", "score")
@@ -70,16 +71,19 @@ def view(now: Snapshot) -> Panel:
     return Panel(Group(grid, hint), title=title, title_align="left", border_style="cyan")
 
 
-def line(row: Round, held: HeldOut | None, costs: Costs, rounds: int) -> str:
+def line(row: Round, costs: Costs, total: int) -> str:
     """One closed round in words, for logs and pipes."""
-    parts = [f"round {row.round + 1}/{rounds}", f"reward {row.mean:.4f} (best {row.best:.4f})"]
-    if held:
-        parts.append(f"held-out {held.mean:.4f}")
+    parts = [f"{nth(row.round)}/{total}", f"reward {row.mean:.4f} (best {row.best:.4f})"]
     if row.void:
         parts.append(f"{row.void} members void")
     if row.round in costs.round_seconds:
         parts.append(f"{costs.round_seconds[row.round]:.1f} s")
     return "  ".join(parts)
+
+
+def score_line(score: HeldOut) -> str:
+    """One held-out score in words."""
+    return f"held-out {score.mean:.4f} after {rounds(score.round)}"
 
 
 def say(console: Console, words: str) -> None:
@@ -159,9 +163,9 @@ def _heldout(history: History) -> str:
     if not history.heldout:
         return "not measured yet"
     first, last = history.heldout[0], history.heldout[-1]
-    words = f"{last.mean:.4f} after {last.round} rounds, {last.correct} of {last.prompts} correct"
+    words = f"{last.mean:.4f} after {rounds(last.round)}, {last.correct} of {last.prompts} correct"
     if last is not first:
-        words += f"   ({last.mean - first.mean:+.4f} since round {first.round})"
+        words += f"   ({last.mean - first.mean:+.4f} in {rounds(last.round - first.round)})"
     return words
 
 
@@ -180,10 +184,10 @@ def _speed(now: Snapshot) -> str:
 
 def _traffic(now: Snapshot) -> str:
     total = sum(now.costs.bytes_by_type.values())
-    rounds = len(now.history.rounds)
-    if not rounds:
+    done = len(now.history.rounds)
+    if not done:
         return "-"
-    return f"{size(total / rounds)} per round, {size(total)} in all: seeds, rewards and housekeeping"
+    return f"{size(total / done)} per round, {size(total)} in all: seeds, rewards and housekeeping"
 
 
 def _shares(costs: Costs) -> str:

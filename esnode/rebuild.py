@@ -18,6 +18,7 @@ from esnode.replay import WrongWeights, fold
 from esnode.tell import Tell, silent
 from protocol import ledger as ledger_file
 from protocol.chain import Chain
+from protocol.counting import rounds
 from protocol.entries import Entry
 from protocol.errors import UserError
 from protocol.ledger import Damage
@@ -63,7 +64,7 @@ class Ledger:
 
     @property
     def state(self) -> str:
-        """In words: "whole, ended after 20 rounds", "unfinished at round 7", or where it is damaged."""
+        """In words: "whole, ended after 20 rounds", "unfinished after 7 rounds", or where it is damaged."""
         return str(ledger_file.Reading(self.chain, self.ended, self.damage))
 
     @property
@@ -170,7 +171,10 @@ def at(
         raise DamagedLedger(damage)
     wanted = opened.rounds if round is None else round
     if not 0 <= wanted <= opened.rounds:
-        raise NoSuchRound(f"{opened.path} has rounds 0 to {opened.rounds}, there is no round {wanted}.")
+        raise NoSuchRound(
+            f"{opened.path} holds {rounds(opened.rounds)}: there are weights after 0 to {opened.rounds}, "
+            f"not after {wanted}."
+        )
     first = start(opened, base, runnable=runnable, threads=threads, backend=backend, tell=tell)
     return advance(first, wanted, tell)
 
@@ -264,12 +268,12 @@ class Verdict:
     def words(self) -> str:
         """A few lines for a person."""
         state = "ended" if self.ended else "unfinished"
-        lines = [f"{self.path}: run {self.run[:16]}, {self.rounds} rounds, {state}"]
+        lines = [f"{self.path}: run {self.run[:16]}, {rounds(self.rounds)}, {state}"]
         if self.fault is None:
             lines += [
                 "every link, signature and rule of the chain holds",
                 f"{self.model} loaded in {self.load_seconds:.1f} s, replayed in {self.replay_seconds:.1f} s",
-                f"digest {self.digest}; {self.compared} of {self.rounds} rounds compared, all equal",
+                f"digest {self.digest}; {self.compared} of {rounds(self.rounds)} compared, all equal",
             ]
             if self.compared < self.rounds:
                 lines.append("the last round's digest is not in the ledger yet, so it could not be compared")

@@ -32,6 +32,7 @@ from esnode.lines import Direct, ViaRelay, say
 from esnode.room import Room
 from esnode.snapshot import Manifest, SnapshotError
 from protocol import wire
+from protocol.counting import rounds
 from protocol.keys import read_curve
 from protocol.ledger import sync_path
 from protocol.messages import Message
@@ -202,7 +203,8 @@ class Receiver:
             say(poisoned=[key.hex(), 0, str(error)])
             return self._step(transfer.Banned(now, key, str(error)))
         if manifest.header.round != self._round:
-            self._finished = f"the root is of round {manifest.header.round}, not {self._round}"
+            found = rounds(manifest.header.round)
+            self._finished = f"the root is of the state after {found}, not {self._round}"
             return
         self._manifest = manifest
         have = self._prepare(manifest)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from esnode.tell import Tell, silent
 from protocol.bodies import Entry
+from protocol.counting import rounds
 from protocol.errors import UserError
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def fold(apply: Apply, chain: Chain, first: int, last: int, tell: Tell = silent)
             stated = chain.digest_at(state)
             if stated is not None and stated != digest:
                 raise WrongWeights(
-                    f"after round {state} of {last} replay gives digest {digest:016x}, the ledger "
+                    f"after {state} of {rounds(last)} replay gives digest {digest:016x}, the ledger "
                     f"states {stated:016x}. This machine's arithmetic differs (see `esnode doctor`), or the "
                     "ledger was made by other code."
                 )

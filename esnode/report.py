@@ -30,7 +30,7 @@ def picture(history: History, to: Path) -> None:
     try:
         _draw(axes, history)
         axes.set_title(history.title, loc="left", fontsize=12, fontweight="bold")
-        axes.set_xlabel("round")
+        axes.set_xlabel("rounds done")
         axes.set_ylabel(history.unit)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(axis="y", color="#e5e5e5", linewidth=0.8)
@@ -77,27 +77,26 @@ def sketch(history: History, width: int = 72, height: int = 14) -> Text:
         Series("mean of the members", tuple((row.round, row.mean) for row in history.rounds), "cyan"),
         Series("held-out", tuple((score.round, score.mean) for score in history.heldout), "yellow", "●"),
     ]
-    return plot([one for one in series if one.points], history.unit, "round", width, height)
+    return plot([one for one in series if one.points], history.unit, "rounds done", width, height)
 
 
 def rounds_table(history: History) -> Table:
-    """One line per round."""
+    """One line per round; beside it the score of the state it led to, above all that of the start."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("round", "members", "mean", "best", "worst", "spread", "held-out", "correct"):
         table.add_column(name, justify="right")
     held = {score.round: score for score in history.heldout}
-    last = history.rounds[-1].round + 1 if history.rounds else 0
+    if 0 in held:
+        table.add_row("0", "", "", "", "", "", *_held(held, 0))
     for row in history.rounds:
         void = f" ({row.void} void)" if row.void else ""
         numbers = (row.mean, row.best, row.worst, row.spread)
         table.add_row(
-            str(row.round),
+            str(row.round + 1),
             f"{row.members}{void}",
             *(f"{number:.4f}" for number in numbers),
-            *_held(held, row.round),
+            *_held(held, row.round + 1),
         )
-    if last in held:
-        table.add_row(str(last), "", "", "", "", "", *_held(held, last))
     return table
 
 

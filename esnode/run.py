@@ -30,6 +30,7 @@ from esnode.folder import RunFolder
 from esnode.history import Costs, LedgerTail, Tail
 from esnode.progress import Snapshot, say
 from protocol import ledger, plan
+from protocol.counting import rounds as counted
 from protocol.errors import UserError
 from protocol.lock import Lock
 
@@ -153,7 +154,7 @@ def _ended(place: RunFolder, lock: Lock, wanted: int | None = None) -> bool:
         return False
     if wanted is not None and wanted > reading.chain.round:
         raise begin.RequestError(
-            f"this run has ended after {reading.chain.round} rounds, nothing can follow. "
+            f"this run has ended after {counted(reading.chain.round)}, nothing can follow. "
             f"Train on with `esnode fork {place.path} --plan PLAN`."
         )
     return True
@@ -268,8 +269,7 @@ def _follow(watch: Watch, children: Children, console: Console) -> None:
     now = watch.look(children.restarts)
     _print_rounds(now, shown, console, all_of_them=True)
     if now.history.heldout:
-        score = now.history.heldout[-1]
-        say(console, f"held-out {score.mean:.4f} after {score.round} rounds")
+        say(console, progress.score_line(now.history.heldout[-1]))
 
 
 def _looks(watch: Watch, children: Children) -> Iterator[Snapshot]:
@@ -296,6 +296,8 @@ def _print_rounds(now: Snapshot, shown: int, console: Console, all_of_them: bool
         newest = row is now.history.rounds[-1]
         if newest and row.round not in now.costs.round_seconds and not all_of_them:
             break
-        say(console, progress.line(row, held.get(row.round), now.costs, now.rounds))
+        if row.round in held:  # measured before the round, while its members were
+            say(console, progress.score_line(held[row.round]))
+        say(console, progress.line(row, now.costs, now.rounds))
         shown += 1
     return shown

@@ -16,6 +16,8 @@ from rich.text import Text
 
 from esnode import admin, folder, history, planfile, rebuild
 from protocol import keys
+from protocol.counting import nth
+from protocol.counting import rounds as counted
 
 
 def of(path: Path) -> dict[str, Any]:
@@ -111,10 +113,10 @@ def _head(status: Mapping[str, Any]) -> Table:
         row("failing", f"{what}: {why}")
     if status.get("rewards"):
         round_, mean, best, *_ = status["rewards"][-1]
-        row("reward", f"mean {mean:.4f}, best {best:.4f} in round {round_}")
+        row("reward", f"mean {mean:.4f}, best {best:.4f} in {nth(round_)}")
     if status.get("scores"):
         round_, mean, correct, prompts = status["scores"][-1]
-        row("held-out", f"{mean:.4f} after {round_} rounds, {correct} of {prompts} correct")
+        row("held-out", f"{mean:.4f} after {counted(round_)}, {correct} of {prompts} correct")
     if status.get("digest", "") is None:
         row("digest", f"not known yet: {status['proof']['reason']}")
     if status.get("address"):
@@ -191,7 +193,7 @@ def _peers(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         tried = peer["addresses"] and peer["reached"] != "not tried yet"
         said = [
             f"reached {peer['reached']}" if tried else "",
-            "snapshots of rounds " + ", ".join(map(str, peer["kept"])) if peer["kept"] else "",
+            "snapshots after " + ", ".join(map(str, peer["kept"])) + " rounds" if peer["kept"] else "",
             f"serving {peer['serving']}" if peer["serving"] else "",
             f"no donor: {peer['donor']}" if peer["donor"] != "yes" else "",
             f"catching up by {peer['catching_up']}" if peer["catching_up"] else "",
@@ -215,7 +217,7 @@ def _branches(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     dispute = (status.get("proof") or {}).get("dispute")
     if dispute:
         sides = "; ".join(f"{digest}: {', '.join(names)}" for digest, names in dispute["sides"].items())
-        yield "dispute", f"replicas differ after {dispute['rounds']} rounds: {sides}"
+        yield "dispute", f"replicas differ after {counted(dispute['rounds'])}: {sides}"
     succession = status.get("succession") or {}
     for name, height in succession.get("other_branches", {}).items():
         yield "other branch", f"{name}, which holds {height} entries"

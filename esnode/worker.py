@@ -28,6 +28,7 @@ from esnode.episodes import Episode, Spent
 from esnode.prompts import Prepared
 from esnode.scoring import Scorer
 from protocol import seeds
+from protocol.counting import nth
 from protocol.lock import Lock
 from protocol.messages import Kind, Unit
 
@@ -197,7 +198,7 @@ class Worker:
         failures = Counter(episode.failure for episode in measured if episode.failure)
         for reason, count in failures.items():
             log.warning(
-                "round %d member %d: %d answers get the floor: %s", unit.round, unit.member, count, reason
+                "%s member %d: %d answers get the floor: %s", nth(unit.round), unit.member, count, reason
             )
         return Outcome(
             sums=tuple(sums),

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from protocol.bodies import step_of
+from protocol.counting import nth, rounds
 from protocol.entries import (
     COMPLETE,
     GENESIS,
@@ -35,7 +36,7 @@ class BrokenChain(UserError):
     """An entry that may not follow the ones before it. `round` is where the chain stood."""
 
     def __init__(self, reason: str, round: int) -> None:
-        super().__init__(f"round {round}: {reason}")
+        super().__init__(f"after {rounds(round)}: {reason}")
         self.reason = reason
         self.round = round
 
@@ -192,7 +193,7 @@ class Chain:
                 f"{self.tip.hex()[:16]}"
             )
         if entry.round != self.round:
-            raise self._refuse(f"the {entry.kind.name} entry is of round {entry.round}")
+            raise self._refuse(f"the {entry.kind.name} entry says it comes after {rounds(entry.round)}")
         if entry.term < self.term:
             raise self._refuse(f"term {entry.term} follows term {self.term}: terms only grow")
         if self._entries and entry.term == self.term and entry.nonce != self._entries[-1].nonce:
@@ -300,7 +301,7 @@ class Chain:
     def check_amend(self, body: AmendBody) -> None:
         """BrokenChain with the reason when this amendment may not follow."""
         if body.from_round < self.round:
-            raise self._refuse(f"an amendment is for round {body.from_round}, which is closed")
+            raise self._refuse(f"an amendment is for {nth(body.from_round)}, which is closed")
         if (body.alpha, body.sigma, body.members, body.trusted) == (None, None, None, ()):
             raise self._refuse("an amendment changes nothing")
         alpha, sigma, count = body.alpha, body.sigma, body.members
@@ -316,7 +317,7 @@ class Chain:
 
     def _check_score(self, body: ScoreBody) -> None:
         if body.state_round > self.round:
-            raise self._refuse(f"a score of round {body.state_round}, which is not reached yet")
+            raise self._refuse(f"a score after {rounds(body.state_round)}, which are not reached yet")
         if body.prompts < 1 or not body.sums or body.correct > body.prompts:
             raise self._refuse(
                 "a score without prompts, without sums or with more correct answers than prompts"
@@ -367,7 +368,7 @@ def check_fork(lock: Lock, parent: Chain) -> None:
             f"the lock forks run {claim.run[:16]}, this is {parent.lock.run_id.hex()[:16]}", claim.round
         )
     if claim.round > parent.round:
-        raise BrokenChain(f"the parent ledger ends at round {parent.round}", claim.round)
+        raise BrokenChain(f"the parent ledger ends after {rounds(parent.round)}", claim.round)
     closing = parent.commits[claim.round - 1] if claim.round else parent.entries[0]
     if claim.entry != closing.hash.hex():
         raise BrokenChain("the parent ledger has another entry at the fork", claim.round)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from protocol.chain import BrokenChain, Chain
+from protocol.counting import rounds
 from protocol.entries import EntryKind, MalformedEntry, parse, split
 from protocol.errors import UserError
 
@@ -32,7 +33,7 @@ class Damage:
     what: str
 
     def __str__(self) -> str:
-        return f"damaged at byte {self.offset}, round {self.round}: {self.what}"
+        return f"damaged at byte {self.offset}, after {rounds(self.round)}: {self.what}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +48,8 @@ class Reading:
         if self.problem is not None:
             return str(self.problem)
         if self.ended:
-            return f"whole, ended after {self.chain.round} rounds"
-        return f"unfinished at round {self.chain.round}"
+            return f"whole, ended after {rounds(self.chain.round)}"
+        return f"unfinished after {rounds(self.chain.round)}"
 
 
 def read_bytes(data: bytes) -> Reading:

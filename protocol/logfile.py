@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from protocol.counting import of_note
+
 PACKAGES = ("esnode", "coordinator", "protocol")
 
 
@@ -27,7 +29,7 @@ def sentence(topic: str, fields: Mapping[str, Any]) -> str:
 
     Who and what come first, the reason last; of the rest what is a word or a number is told by its name.
     """
-    rest = [f"{name} {_word(fields[name])}" for name in fields if name not in ("node", "what", "reason")]
+    rest = [_named(topic, name, fields[name]) for name in fields if name not in ("node", "what", "reason")]
     rest = [words for words in rest if not words.endswith(" ")]
     said = " ".join(_word(fields[name]) for name in ("node", "what") if name in fields)
     line = ", ".join(filter(None, (said, *rest)))
@@ -35,6 +37,10 @@ def sentence(topic: str, fields: Mapping[str, Any]) -> str:
     if not reason or not line:
         return f"{topic}: {line or reason}"
     return f"{topic}: {line} ({reason})"
+
+
+def _named(topic: str, name: str, value: object) -> str:
+    return of_note(topic, value) if name == "round" and isinstance(value, int) else f"{name} {_word(value)}"
 
 
 def _word(value: object) -> str:

@@ -12,6 +12,7 @@ from nacl.exceptions import BadSignatureError
 from nacl.signing import SigningKey, VerifyKey
 
 from protocol.chain import Chain
+from protocol.counting import rounds
 from protocol.entries import SIGNATURE, CommitBody, Entry, public_key, signed_by
 
 _DOMAIN = b"esnode term 1"
@@ -90,7 +91,7 @@ def signed_twice(chain: Chain, entry: Entry) -> str:
         mine, other = signed_by(held, keys), signed_by(entry, keys)
         if other is not None:
             return (
-                f"term {entry.term} signed two histories of round {entry.round}: "
+                f"term {entry.term} signed two histories after {rounds(entry.round)}: "
                 f"{_signature(held, mine)} and {_signature(entry, other)}. Two coordinators run as one "
                 "(a copied data folder or key); stop both, then recover from the ledger you keep"
             )

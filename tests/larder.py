@@ -27,6 +27,7 @@ from esnode.snapshotevents import (
     Save,
     Saved,
 )
+from protocol.counting import rounds
 from protocol.entries import Entry, EntryKind
 from protocol.messages import Entries, Fetch
 from protocol.peers import Donor
@@ -212,7 +213,7 @@ def started(node: SimNode) -> ne.Started:
     if loaded is not None:
         height, file = loaded
         node.replica.write(file.master)
-        node.world.log(node.name, f"resumes from its snapshot of round {file.round}")
+        node.world.log(node.name, f"resumes from its snapshot after {rounds(file.round)}")
     disk = node.disk
     return ne.Started(
         node.clock,

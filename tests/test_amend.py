@@ -79,7 +79,10 @@ def test_an_order_that_comes_too_late_moves_to_the_next_round() -> None:
 @pytest.mark.parametrize(
     ("request_", "words"),
     [
-        ({"alpha": 0.5, "from_round": 0}, "the first one that can change is 1"),
+        (
+            {"alpha": 0.5, "from_round": 0},
+            "the first one that can change is round 2",
+        ),
         ({"from_round": 1}, "changes nothing"),
         ({"alpha": -1.0, "from_round": 1}, "alpha = -1 cannot be: it has to be above 0"),
         ({"alpha": "x", "from_round": 1}, "no number"),

@@ -128,6 +128,7 @@ def test_the_quicker_way_is_taken() -> None:
     late.step(Fetching(late.now, 10**7, 10**9, 50e6))  # 20 s and 10 rounds against 98 rounds
     (choice,) = late.heard(CatchUp)
     assert choice.way == "snapshot" and "98 rounds at 1.00 s takes 98 s" in choice.reason, choice
+    assert "snapshot after 90 rounds, " in choice.reason
     assert "1000 MB at 50.0 MB/s" in choice.reason
     late.applied(1.0)
     assert not late.all(Apply), "nothing more is replayed meanwhile"

@@ -239,6 +239,19 @@ def test_an_amendment_of_nothing_is_wrong_usage(tmp_path: Path) -> None:
     assert "name what changes: --alpha, --sigma" in shown
 
 
+def test_an_amendments_first_round_is_counted_as_people_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, object] = {}
+
+    def order(folder: Path, what: str, **given: object) -> dict[str, object]:
+        asked.update(given)
+        return {**given}
+
+    monkeypatch.setattr("esnode.admin.order", order)
+    done = CliRunner().invoke(front.cli, ["plan", "amend", "x", "--alpha", "0.5", "--from-round", "40"])
+    assert done.output == "alpha 0.5 from round 40 on\n" and asked["from_round"] == 39, "its index"
+    assert CliRunner().invoke(front.cli, ["plan", "amend", "x", "--from-round", "0"]).exit_code == 2
+
+
 @pytest.mark.parametrize("group", ["bench", "coordinator", "nodes", "plan"])
 def test_lists_of_commands_are_whole_sentences(group: str) -> None:
     shown = CliRunner().invoke(front.cli, [group, "--help"], prog_name="esnode").output
@@ -278,13 +291,20 @@ def test_pauses_end_where_they_are_said_to_end(tmp_path: Path) -> None:
         ({"reason": "paused by its owner"}, "x: paused by its owner"),
         (
             {"round": 3, "mean": -4.62491, "key": b"\xaa" * 32},
-            "x: round 3, mean -4.62491, key aaaaaaaaaaaaaaaa",
+            "x: round 4, mean -4.62491, key aaaaaaaaaaaaaaaa",
         ),
         ({"what": "waits", "members": [1, 2], "reason": ""}, "x: waits"),
     ],
 )
 def test_a_log_line_reads_like_a_sentence(fields: dict[str, object], line: str) -> None:
     assert logfile.sentence("x", fields) == line
+
+
+def test_rounds_in_the_log_are_counted_as_people_count() -> None:
+    """Notes hold indices and numbers of commits; which one is told by what they are about."""
+    assert logfile.sentence("commit", {"round": 0}) == "commit: round 1"
+    assert logfile.sentence("score", {"round": 0, "mean": 1.5}) == "score: after 0 rounds, mean 1.5"
+    assert logfile.sentence("snapshot", {"round": 1}) == "snapshot: after 1 round"
 
 
 class _Teapot(UserError):
@@ -424,7 +444,7 @@ def test_verify_locates_damage(written: Path) -> None:
     written.write_bytes(data)
     done = run("verify", str(written))
     assert done.returncode == 1
-    assert f"damaged at byte {third}, round {reading.chain.round}" in done.stderr
+    assert f"damaged at byte {third}, after {reading.chain.round} round" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -43,6 +43,7 @@ STDLIB_PURE = {
 PURE: dict[str, set[str]] = {
     "protocol/bodies.py": set(),
     "protocol/chain.py": set(),
+    "protocol/counting.py": set(),
     "protocol/entries.py": {"msgspec", "nacl"},
     "protocol/envelope.py": set(),
     "protocol/errors.py": set(),

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from protocol import shaping
 from protocol.bodies import step_of
 from protocol.chain import BrokenChain, Chain, check_fork
+from protocol.counting import rounds
 from protocol.entries import (
     MAX_BODY,
     QUORUM,
@@ -204,8 +205,8 @@ def test_an_entry_that_does_not_continue_the_chain_is_refused(running: Writer) -
     assert "must be the lock" in refused(fresh, EndBody("x"))
     assert "must be the lock" in refused(running, LockBody(running.lock.to_bytes()))
     assert "parent" in refused(running, running.score(), parent=bytes(32))
-    assert "of round 1" in refused(running, running.score(), round=1)
-    assert "of round 3" in refused(running, running.commit(), round=3)
+    assert "after 1 round" in refused(running, running.score(), round=1)
+    assert "after 3 rounds" in refused(running, running.commit(), round=3)
     assert "altered" in refused(running, running.seal(running.score()).raw[:-65] + bytes(65))
 
 
@@ -422,7 +423,7 @@ def test_a_fork_starts_from_a_state_of_its_parent() -> None:
     check_fork(small_lock(parent=at_start), parent)
     for changes, says in (
         ({"run": "00" * 32}, "forks run"),
-        ({"round": 4}, "ends at round 3"),
+        ({"round": 4}, "ends after 3 rounds"),
         ({"entry": "00" * 32}, "another entry"),
         ({"digest": 1001}, "digest"),
     ):
@@ -460,7 +461,7 @@ def test_whole_unfinished_and_empty() -> None:
         reading = read_bytes(writer.data[:edge])
         assert reading.problem is None and reading.ended is (entry.kind is EntryKind.END)
         if not reading.ended:
-            assert str(reading) == f"unfinished at round {commits}"
+            assert str(reading) == f"unfinished after {rounds(commits)}"
     for data in (b"", b"ESLE", b"ESLEDG02" + writer.data[8:], b"\x7fELF" + bytes(100), MAGIC):
         reading = read_bytes(data)
         assert reading.problem is not None and reading.problem.round == 0 and not reading.chain.height

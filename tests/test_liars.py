@@ -257,7 +257,7 @@ def test_what_one_node_says_does_not_fill_the_log(tmp_path: Path, caplog: pytest
         files.note(ce.Note("refused", {"node": "a", "reason": "another's are still told"}))
         files.note(ce.Note("commit", {"round": 1}))
         assert [r.getMessage() for r in caplog.records[-2:]] == [
-            "refused: a (another's are still told)", "commit: round 1",
+            "refused: a (another's are still told)", "commit: round 2",
         ]  # fmt: skip
     files.close()
 

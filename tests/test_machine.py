@@ -181,6 +181,6 @@ def test_status_is_json_and_says_why() -> None:
     desk.work("a", limit=3)
     status = json.loads(json.dumps(machine.status(desk.state)))
     assert status["state"] == "running" and "of 4 members" in status["reason"]
-    assert status["nodes"][0]["accepted"] == 3 and status["nodes"][0]["reason"] == "at round 0"
+    assert status["nodes"][0]["accepted"] == 3 and status["nodes"][0]["reason"] == "after 0 rounds"
     assert status["members"] == {"done": 2, "total": 4, "void": 0} and status["scores"][0][0] == 0
     assert public_key(SIGNING_KEY).hex() == desk.lock.trusted[0]

@@ -81,7 +81,7 @@ def test_every_round_leaves_a_line_in_the_nodes_log() -> None:
     bench.hear(Entries(0, tuple(entry.raw for entry in entries)))
     bench.step(events.EntriesApplied(bench.now, (LOCK.digest, LOCK.digest, 55), 12))
     (note,) = [note for note in bench.all(events.Note) if note.kind == "applied"]
-    assert (note.fields["what"], note.fields["ms"]) == ("1 of 1 rounds", 12)
+    assert (note.fields["what"], note.fields["ms"]) == ("1 round", 12)
 
 
 def test_a_restarted_node_replays_what_it_holds_and_says_so() -> None:

@@ -185,7 +185,7 @@ def test_a_paused_node_whose_coordinator_is_gone_with_the_end_says_what_it_lacks
         bench.tick(0.25)
         if bench.stop:
             break
-    assert bench.stop is not None and bench.stop.code == 0 and "stops at round 0" in bench.stop.reason
+    assert bench.stop is not None and bench.stop.code == 0 and "stops after 0 rounds" in bench.stop.reason
 
 
 def test_a_node_that_is_resumed_while_it_closes_works_to_the_end() -> None:

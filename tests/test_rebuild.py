@@ -98,7 +98,7 @@ def test_what_does_not_exist_is_named(case: Case, tmp_path: Path) -> None:
     with pytest.raises(LedgerMissing, match=r"run\.ledger in its folder"):
         rebuild.open_ledger(tmp_path)
     for round in (-1, ROUNDS + 1):
-        with pytest.raises(NoSuchRound, match=f"rounds 0 to {ROUNDS}"):
+        with pytest.raises(NoSuchRound, match=f"weights after 0 to {ROUNDS}, not after"):
             rebuild.at(case.path, round, str(case.model))
     (tmp_path / "run.ledger").write_bytes(b"")
     with pytest.raises(DamagedLedger, match="cannot be used: damaged at byte 0"):
@@ -160,9 +160,9 @@ def test_verify_finds_rewards_that_do_not_lead_to_the_stated_weights(case: Case,
             )
         )  # fmt: skip
     path = save(forged, tmp_path / "run.ledger")
-    with pytest.raises(WrongWeights, match="after round 1 of 3"):
+    with pytest.raises(WrongWeights, match="after 1 of 3 rounds"):
         rebuild.at(path, base=str(case.model), runnable=False)
-    assert "after round 1 of 3" in (rebuild.verify(path, str(case.model)).fault or "")
+    assert "after 1 of 3 rounds" in (rebuild.verify(path, str(case.model)).fault or "")
 
 
 def test_one_flipped_bit_anywhere_is_found(case: Case, tmp_path: Path) -> None:

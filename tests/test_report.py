@@ -157,7 +157,10 @@ def test_one_point_and_a_flat_line_do_not_divide_by_zero() -> None:
 def test_rounds_table_and_json(scribe: Scribe) -> None:
     past = history.of_chain(scribe.chain)
     shown = text_of(report.rounds_table(past))
-    assert "-6.6250" in shown and "3/4" in shown
+    first, *_, last = [line.split() for line in shown.splitlines() if line[:8].strip().isdigit()]
+    assert first == ["0", "-7.5000", "0/4"], "the score of the start, before any round"
+    assert (last[0], last[-2:]) == ("6", ["-1.5000", "3/4"]), "round 6 leads to the score after 6 rounds"
+    assert "-6.6250" in shown
     data = json.loads(json.dumps(report.as_json(past)))
     assert data["rounds"][5]["best"] == -1.25 and data["heldout"][1]["correct"] == 3 and data["ended"]
 
@@ -175,7 +178,12 @@ STATUS: dict[str, Any] = {
     "rewards": [[5, -1.6, -1.25, -2.0, 0.2]],
     "scores": [[6, -1.5, 3, 4]],
     "nodes": [
-        {"name": "node-1", "state": "ready", "reason": "at round 6", "units": [["member 2 chunks 0-3", 410]]},
+        {
+            "name": "node-1",
+            "state": "ready",
+            "reason": "after 6 rounds",
+            "units": [["member 2 chunks 0-3", 410]],
+        },
         {"name": "node-2", "state": "behind", "reason": "applies round 5", "units": []},
     ],
     "counters": {"late": 1},
@@ -199,7 +207,7 @@ def test_the_view_shows_what_a_watcher_wants_to_know(scribe: Scribe) -> None:
         "2 of 4",
         "mean -1.6250, best -1.2500",
         "-1.5000 after 6 rounds, 3 of 4 correct",
-        "+6.0000 since round 0",
+        "+6.0000 in 6 rounds",
         "600 B per round",
         "generate 88%",
         "member 2 chunks 0-3 41%",
@@ -223,8 +231,10 @@ def test_the_view_of_a_run_that_has_not_begun() -> None:
 def test_the_line_of_a_round(scribe: Scribe) -> None:
     now = snapshot(scribe, STATUS)
     past = now.history
-    line = progress.line(past.rounds[0], past.heldout[0], now.costs, 10)
-    assert line == "round 1/10  reward -6.6250 (best -6.2500)  held-out -7.5000  2.0 s"
+    assert progress.score_line(past.heldout[0]) == "held-out -7.5000 after 0 rounds"
+    assert progress.score_line(replace(past.heldout[0], round=1)) == "held-out -7.5000 after 1 round"
+    line = progress.line(past.rounds[0], now.costs, 10)
+    assert line == "round 1/10  reward -6.6250 (best -6.2500)  2.0 s"
 
 
 def test_standing_in_words() -> None:
@@ -237,7 +247,7 @@ def test_the_status_table_says_who_does_what_and_why() -> None:
         "name": "gpu\x1b[2J-7",
         "key": "aa",
         "state": "ready",
-        "reason": "at round 6",
+        "reason": "after 6 rounds",
         "units": [["member 2 chunks 0-3", 410]],
         "seconds_per_chunk": 2.345,
         "accepted": 17,
@@ -274,9 +284,9 @@ def test_the_status_table_says_who_does_what_and_why() -> None:
     }
     shown = text_of(standing.words(status), width=160)
     lines = [" ".join(line.split()) for line in shown.splitlines()]
-    assert "gpu?[2J-7 ready 2.35 s 17 3 2 1 member 2 chunks 0-3 41% at round 6 192.0.2.9" in lines
+    assert "gpu?[2J-7 ready 2.35 s 17 3 2 1 member 2 chunks 0-3 41% after 6 rounds 192.0.2.9" in lines
     for words in (
-        "reached direct by 1; snapshots of rounds 4, 6; n1 complains: a wrong part",
+        "reached direct by 1; snapshots after 4, 6 rounds; n1 complains: a wrong part",
         "member 3: 1 failure, 3 make it void; the last: out of ?memory",
         "not known yet: n2 not yet",
         "replicas differ after 5 rounds: aa: n1; bb: n2, n3",
@@ -295,8 +305,8 @@ def test_a_node_stays_readable_on_80_columns() -> None:
         "name": "gpu-1",
         "key": "aa",
         "state": "catching up",
-        "reason": "at round 3",
-        "why": "a whole member",
+        "reason": "after 3 rounds",
+        "why": "a member",
         "units": [["member 4 chunks 0-1", 0], ["member 5 chunk 1", 0]],
         "seconds_per_chunk": 0.593,
     }
@@ -304,7 +314,7 @@ def test_a_node_stays_readable_on_80_columns() -> None:
     shown = text_of(standing.words({**STATUS, "nodes": [node], "places": places}), width=80)
     lines = [" ".join(line.split()) for line in shown.splitlines()]
     assert "gpu-1 catching up 0.593 s 0 0 0 0 192.0.2.117" in lines
-    assert "gpu-1 member 4 chunks 0-1, then member 5 chunk 1; at round 3; a whole member" in lines
+    assert "gpu-1 member 4 chunks 0-1, then member 5 chunk 1; after 3 rounds; a member" in lines
 
 
 def test_what_several_lanes_evaluate_at_once_is_told_from_what_waits() -> None:
@@ -317,7 +327,7 @@ def test_a_revoked_peer_is_not_shown_and_one_never_dialled_is_no_news() -> None:
     peer = {"addresses": ["tcp://192.0.2.9:1"], "reached": "not tried yet", "kept": [4], "serving": 0}
     peers = {name: {**peer, "donor": "yes", "catching_up": "", "faults": {}} for name in ("here", "gone")}
     node = {"key": "aa", "units": [], "seconds_per_chunk": None, "state": "left"}
-    standings = {"here": "at round 3", "gone": "revoked: sold"}
+    standings = {"here": "after 3 rounds", "gone": "revoked: sold"}
     nodes = [{**node, "name": name, "reason": reason} for name, reason in standings.items()]
     shown = text_of(standing.words({**STATUS, "nodes": nodes, "snapshots": {"peers": peers}}))
     assert "peer here" in shown and "peer gone" not in shown and "not tried" not in shown

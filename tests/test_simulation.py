@@ -176,7 +176,7 @@ def test_too_few_members_stop_the_run_loudly() -> None:
     world.run()
     assert world.coordinator.stopped is not None
     assert world.coordinator.stopped == (
-        "round 0 has 1 members that could be evaluated: failed 3 times on 1 node: out of memory",
+        "round 1 has 1 members that could be evaluated: failed 3 times on 1 node: out of memory",
         1,
     )
 

@@ -163,7 +163,7 @@ def test_a_successor_of_a_run_that_has_ended_tells_who_comes_and_names_who_does_
     world.run(until=world.now + 5)
     assert raws_of(world, "node-2") == raws_of(world)
     world.run(until=world.now + machine.LINGER)
-    assert heir.stopped == ("the run has ended: 2 rounds are committed; not confirmed by node-0, node-1", 0)
+    assert heir.stopped == ("the run has ended after 2 rounds; not confirmed by node-0, node-1", 0)
 
 
 def test_force_does_not_count() -> None:

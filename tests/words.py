@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from protocol.counting import nth, rounds
+
 Fields = Mapping[str, Any]
 QUIET = {"unit", "ack", "link", "lease", "applied"}  # in a transcript: too many, or only words to oneself
 
@@ -17,9 +19,9 @@ def sentence(kind: str, fields: Fields) -> str:
     if kind == "commit":
         void = f", {fields['voids']} void" if fields["voids"] else ""
         mean = f"mean {fields['mean']:.3f}"
-        return f"commits round {fields['round']}: {fields['members']} members{void}, {mean}"
+        return f"commits {nth(fields['round'])}: {fields['members']} members{void}, {mean}"
     if kind == "score" and "mean" in fields:
-        return f"held-out score after {fields['round']} rounds: {fields['mean']:.3f}"
+        return f"held-out score after {rounds(fields['round'])}: {fields['mean']:.3f}"
     if kind == "membership":
         reason = "" if fields["reason"] == "welcome" else f" ({fields['reason']})"
         return f"{fields['node']} {fields['what']}{reason}"

@@ -35,7 +35,7 @@ def bench() -> None:
     default=4,
     metavar="N",
     show_default=True,
-    help="Members of round 0 to measure.",
+    help="Members of the first round to measure.",
 )
 @options.threads
 @options.engine

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from esnode.cli import options
+from protocol.counting import rounds
 
 if TYPE_CHECKING:
     from esnode.tell import Tell
@@ -26,7 +27,7 @@ ROUND = click.option(
     "round_",
     type=click.IntRange(min=0),
     metavar="N",
-    help="Weights after N rounds [default: all].",
+    help="Weights after N rounds, 0: those it started from [default: all].",
 )
 
 
@@ -125,7 +126,7 @@ def export(ledger: Path, base: str | None, round_: int | None, threads: int | No
     with told() as tell:
         rebuilt = rebuild.at(ledger, round_, base, runnable=False, threads=threads, tell=tell)
     writing.write(rebuilt.weights, rebuilt.lock, rebuilt.model.path, to)
-    click.echo(f"{to}: {rebuilt.lock.model} after {rebuilt.round} rounds, digest {rebuilt.digest:016x}")
+    click.echo(f"{to}: {rebuilt.lock.model} after {rounds(rebuilt.round)}, digest {rebuilt.digest:016x}")
 
 
 @click.command()

@@ -8,6 +8,7 @@ import click
 
 from esnode.cli import options
 from esnode.template import DEFAULT_TASK
+from protocol.counting import nth
 
 FILE = click.argument("file", type=click.Path(path_type=Path))
 
@@ -104,7 +105,14 @@ def lock(file: Path, out: Path, data: Path | None, code: Path | None) -> None:
 
 @plan.command(short_help="Change a running run's settings from a later round on.")
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False), metavar="DIR")
-@click.option("--from-round", "first", type=int, required=True, metavar="R", help="First round it is for.")
+@click.option(
+    "--from-round",
+    "first",
+    type=click.IntRange(min=1),
+    required=True,
+    metavar="R",
+    help="First round it is for, counted from 1: R - 1 rounds keep what they had.",
+)
 @click.option("--alpha", type=float, metavar="X", help="Step size.")
 @click.option("--sigma", type=float, metavar="X", help="Noise scale; rounded to bf16.")
 @click.option("--members", type=int, metavar="N", help="Population size.")
@@ -142,7 +150,7 @@ def amend(
         raise click.UsageError(
             "name what changes: --alpha, --sigma, --members or --trust", click.get_current_context()
         )
-    answer = admin.order(folder, "amend", from_round=first, trusted=list(trust), **wanted)
+    answer = admin.order(folder, "amend", from_round=first - 1, trusted=list(trust), **wanted)
     told = [f"{name} {answer[name]:g}" for name in wanted if answer[name] is not None]
     told += [f"trusted keys {', '.join(key[:16] for key in answer['trusted'])}"] if answer["trusted"] else []
-    click.echo(f"{', '.join(told)} from round {answer['from_round']} on")
+    click.echo(f"{', '.join(told)} from {nth(answer['from_round'])} on")

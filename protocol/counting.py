@@ -1,0 +1,25 @@
+"""Rounds as people count them: the first one is round 1, and a state is what so many rounds have made.
+
+Pure. Entries, messages, notes and files of figures hold the index of a round, from 0; whatever puts one into
+a sentence asks here. `esnode export --round 3` means the state after 3 rounds.
+"""
+
+from __future__ import annotations
+
+# Notes of the cores whose `round` is a state: so many commits lie before it.
+STATES = frozenset({"score", "dispute", "snapshot"})
+
+
+def rounds(count: int) -> str:
+    """1 -> "1 round", 3 -> "3 rounds"."""
+    return f"{count} round" + "s" * (count != 1)
+
+
+def nth(index: int) -> str:
+    """A round by its index: 0 -> "round 1"."""
+    return f"round {index + 1}"
+
+
+def of_note(topic: str, index: int) -> str:
+    """The `round` of a note: "round 4", or "after 3 rounds" where it is a state."""
+    return f"after {rounds(index)}" if topic in STATES else nth(index)
