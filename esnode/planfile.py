@@ -11,14 +11,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from esnode import tasks
+from protocol.counting import rounds
 from protocol.errors import UserError
-from protocol.lock import Lock, lock_from_bytes
+from protocol.lock import Lock, Parent, lock_from_bytes, resolve_slice
 from protocol.plan import Plan, parse, render_value
 from protocol.plan_fields import FIELDS, OPTIONS
 
 if TYPE_CHECKING:
     from esnode.tell import Tell
 
+QUARTER = "a quarter of the round"
 _LONGEST = 8 * 1024 * 1024
 
 
@@ -80,6 +83,10 @@ def _shown(key: str, value: Any) -> str:
     return render_value(value) if isinstance(value, bool | int | float) else _words(value)
 
 
+def _parent(parent: Parent | None) -> str:
+    return f"run {parent.run[:16]} after {rounds(parent.round)}" if parent else "none"
+
+
 def _words(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(str, value)) or "none"
@@ -89,11 +96,19 @@ def _words(value: Any) -> str:
 
 
 def _plan_rows(plan: Plan) -> list[tuple[str, str]]:
-    rows = [
-        (row.path, _shown(row.key, getattr(plan.ops if row.table == "ops" else plan, row.key)))
-        for row in FIELDS
-    ]
-    return [*rows, *((f"{OPTIONS}.{key}", _words(value)) for key, value in plan.task_options.items())]
+    options = tasks.resolve_options(plan.task, plan.task_options)
+    left = {
+        "per_round": "all of the task's",
+        "chunk": f"{resolve_slice(plan.per_round, 0, plan.per_round)[1]}" if plan.per_round else QUARTER,
+        "max_new_tokens": "the task's own limit",
+    }
+    rows = []
+    for row in FIELDS:
+        value = getattr(plan.ops if row.table == "ops" else plan, row.key)
+        open_ = value == 0 and row.key in left
+        rows.append((row.path, left[row.key] if open_ else _shown(row.key, value)))
+    rows += [(f"{OPTIONS}.{key}", render_value(value)) for key, value in options.items()]
+    return sorted(rows, key=lambda row: row[0].startswith("ops."))
 
 
 _SUMMED_UP = ("manifest", "parent", "digest", "stop_ids")
@@ -107,7 +122,7 @@ def _lock_rows(lock: Lock) -> list[tuple[str, str]]:
         ("run id", lock.run_id.hex()),
         ("tensors", f"{len(trained)} of {len(lock.manifest)} trained, {count:,} of {total:,} weights"),
         ("start digest", f"{lock.digest:016x}"),
-        ("parent", f"run {lock.parent.run[:16]} after round {lock.parent.round}" if lock.parent else "none"),
+        ("parent", _parent(lock.parent)),
         ("stop ids", _words(lock.stop_ids)),
     ]
     names = [name for name in lock.__dataclass_fields__ if name not in _SUMMED_UP]

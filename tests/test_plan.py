@@ -423,7 +423,20 @@ def test_plan_new_and_show(tmp_path: Path) -> None:
     path.write_text(written.output)
     shown = runner.invoke(plan_command, ["show", str(path)]).output
     assert re.search(r"run.es.sigma +0.0009994506836 \(rounded to bf16\)", shown)
+    assert re.search(r"run.prompts.chunk +50\n", shown), "a quarter of 200"
+    assert re.search(r"run.sampling.max_new_tokens +1024\n", shown)
+    for key, value in tasks.resolve_options("countdown", {}).items():
+        assert re.search(rf"run.options.{key} +{re.escape(planfile.render_value(value))}\n", shown), key
     assert json.loads(runner.invoke(plan_command, ["show", "--json", str(path)]).output)["members"] == 30
+    path.write_text(PLAN)
+    shown = runner.invoke(plan_command, ["show", str(path)]).output
+    assert re.search(r"run.prompts.per_round +all of the task's\n", shown)
+    assert re.search(r"run.prompts.chunk +a quarter of the round\n", shown)
+    assert re.search(r"run.sampling.max_new_tokens +the task's own limit\n", shown)
+    assert re.search(r"run.options.time_limit +2.5\n", shown) and re.search(r"run.es.clip +0.0\n", shown)
+    path.write_text(PLAN.replace("time_limit", "time_limt"))
+    failed = runner.invoke(plan_command, ["show", str(path)])
+    assert isinstance(failed.exception, TaskError) and "no option 'time_limt'" in str(failed.exception)
     lock = small_lock(manifest=(TensorSpec("a", (3, 4), "F32", True), TensorSpec("b", (5,), "F32", False)))
     path.write_bytes(lock.to_bytes())
     shown = runner.invoke(plan_command, ["show", str(path)]).output
