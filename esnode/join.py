@@ -66,7 +66,10 @@ def prepare(request: Request, say: Say, tell: Tell = silent) -> Ready:
     given = invites.decode(request.invite) if request.invite else None
     folder = joined.folder_of(given.run, request.data) if given else joined.find(request.run, request.data)
     name = enrol.name_in(folder, request.name)
-    notebook.refuse_if_over(folder / "nodes" / name)
+    try:
+        notebook.refuse_if_over(folder / "nodes" / name)
+    except notebook.RunOver as over:
+        raise (notebook.RunOver(f"{over}. {_again(folder)}") if given else over) from None
     with enrol.enter(folder, name, given) as contact:
         note = joined.read(folder)
         assert note is not None, "entering wrote it"
@@ -79,6 +82,14 @@ def prepare(request: Request, say: Say, tell: Tell = silent) -> Ready:
         fetch.keep_lock(lock, folder / "lock.json")
         fetch.task(contact, lock, folder / "task.jsonl", allowed.pace(), tell)
     return Ready(folder, name, _model(request.model, lock, say), code)
+
+
+def _again(folder: Path) -> str:
+    """What to do about an invite to a run that this machine has seen the end of."""
+    return (
+        "The invite is to that very run: the same plan and the same signing key are one run, wherever it is "
+        f"served. For a new one give the plan another `seed`; to train the same again move {folder} away"
+    )
 
 
 def describe(lock: Lock) -> list[str]:

@@ -124,6 +124,8 @@ def test_a_join_after_the_end_asks_nobody(tmp_path: Path) -> None:
         ) as over:
             join.prepare(join.Request(invite=given), lambda line: None)
         assert over.value.exit_code == 0
+        told_what_to_do = f"give the plan another `seed`; to train the same again move {folder} away"
+        assert (told_what_to_do in str(over.value)) == (given is not None)
 
 
 def test_the_answer_to_enrol_may_be_lost_and_the_same_key_asks_again(coordinator: Coordinator) -> None:
