@@ -234,7 +234,7 @@ def _on_message(turn: Turn, peer: bytes, message: Message) -> None:
     node = turn.nodes.get(peer)
     if node is None:
         return turn.send(peer, Rehello())
-    if node.left:
+    if node.left and not (node.paused and isinstance(message, Release)):
         return turn.send(peer, Bye(_goodbye(turn, node.left)))
     turn.own(peer).heard = turn.now
     handler = _HANDLERS.get(type(message))
@@ -356,9 +356,10 @@ def _in_check(turn: Turn, peer: bytes, message: Message) -> None:
 def _on_release(turn: Turn, peer: bytes, message: Release) -> None:
     turn.take_all(peer)
     node, reason = turn.nodes[peer], message.reason[:MAX_NOTE]
-    turn.set_node(replace(node, left=f"{RELEASED}: {reason}"))
+    paused = (reason or "by its owner") if message.stays else ""
+    turn.set_node(replace(node, left=f"{RELEASED}: {reason}", paused=paused))
     turn.send(peer, Bye(_goodbye(turn, RELEASED)))
-    turn.note("membership", node=node.name, what="left", reason=reason)
+    turn.note("membership", node=node.name, what="pauses" if paused else "left", reason=reason)
     turn.census()
     if turn.over:
         return

@@ -22,7 +22,7 @@ STALL_FACTOR = 5.0  # a unit may stand still for this many usual units
 LONGEST_FACTOR = 4.0  # and take this many stall limits in all, whatever progress is told
 PACE_WEIGHT = 0.3  # of the newest unit in a node's average
 
-READY, SUSPECT, LOST, NEW, BEHIND, STALLED, LEFT, QUARANTINED = (
+READY, SUSPECT, LOST, NEW, BEHIND, STALLED, LEFT, PAUSED, QUARANTINED = (
     "ready",
     "suspect",
     "lost",
@@ -30,6 +30,7 @@ READY, SUSPECT, LOST, NEW, BEHIND, STALLED, LEFT, QUARANTINED = (
     "catching up",
     "stalled",
     "left",
+    "paused",
     "quarantined",
 )
 
@@ -77,6 +78,7 @@ class Node(msgspec.Struct):
     pace: float | None = None  # seconds per chunk of a member, in one lane
     stalled: tuple[Unit, int] | None = None  # the unit that stood still, at this progress
     left: str = ""  # the reason it gave for leaving
+    paused: str = ""  # why it takes no work; it has left, and is connected
     astray: int | None = None  # entries its ledger shares with the chain before leaving it; None: all
     quarantined: str = ""  # why it gets no units, by the audits
     tally: Tally = Tally()
@@ -151,6 +153,8 @@ def commits_below(chain: Chain, height: int) -> int:
 def standing(node: Node, round: int, now: float) -> tuple[str, str]:
     """How a node stands while `round` is open: its standing and the reason. Only READY gets new units."""
     silent = now - node.heard
+    if node.paused:
+        return PAUSED, node.paused
     if node.left:
         return LEFT, node.left
     if silent > LOST_AFTER:

@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from coordinator.membership import BEHIND, LEFT, LOST, NEW, READY, STALLED, SUSPECT
+from coordinator.membership import BEHIND, LEFT, LOST, NEW, PAUSED, READY, STALLED, SUSPECT
 
 # Always present: where there is none, 0 is shown and not a gap.
-STANDINGS = (READY, SUSPECT, LOST, NEW, BEHIND, STALLED, LEFT)
+STANDINGS = (READY, SUSPECT, LOST, NEW, BEHIND, STALLED, PAUSED, LEFT)
 VERDICTS = ("accepted", "late", "refused", "failed")
 Sample = tuple[Mapping[str, str], float]
 

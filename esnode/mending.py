@@ -1,20 +1,24 @@
 """What the nodes of a joined run share, looked at when one starts: lost or altered files are fetched again.
 
 Shell. The note of the run (`joined.json`) names the lock by its digest, the lock names the task's data by
-theirs, so an altered file is never used. Called by `daemon.py`; `esnode join` does the same before it.
+theirs, so an altered file is never used. In the coordinator's own folder the lock may not be made yet: then it
+is waited for. Called by `daemon.py`; `esnode join` does the same before it.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
+import time
 
-from esnode import fetch, joined, nodeoptions
+from esnode import fetch, folder, joined, nodeoptions
 from esnode.contact import Contact, ContactError
 from esnode.duty import read_policy
 from esnode.nodeoptions import FolderMissing, Options
 from protocol.errors import UserError
 from protocol.lock import Lock, LockError, lock_from_bytes
 
+LOOK_SECONDS = 0.2
 log = logging.getLogger("esnode.mending")
 
 
@@ -22,6 +26,7 @@ def lock_of(options: Options) -> Lock:
     """The run's lock, after mending what a joined run's folder lacks. UserError names file and remedy."""
     note = joined.read(options.run)
     if note is None:
+        _await_lock(options)
         return nodeoptions.read_lock(options.run)
     path, task = options.run / "lock.json", options.run / "task.jsonl"
     try:
@@ -48,3 +53,31 @@ def lock_of(options: Options) -> Lock:
             raise
         log.warning("%s cannot be fetched: %s", task, error)  # whoever needs it says so
     return lock
+
+
+def _await_lock(options: Options) -> None:
+    """Wait for the lock of a run that was just begun: making it takes as long as the model takes to read.
+
+    For `--wait` seconds, and as long as a coordinator has the folder: a dead one holds nothing.
+    """
+    place = folder.RunFolder(options.run)
+
+    def begun() -> bool:
+        return (place.plan.exists() or place.busy.exists()) and not place.lock.exists()
+
+    if not begun():
+        return
+    until = time.monotonic() + options.wait
+    # Not in the log: a folder that holds one is taken for more than a first start that failed.
+    print(  # noqa: T201
+        f"{options.name}: the coordinator has not made {place.lock} yet: waiting for it (--wait)",
+        file=sys.stderr,
+        flush=True,
+    )
+    while begun():
+        if time.monotonic() > until and not folder.busy(place):
+            raise FolderMissing(
+                f"{options.run} has a plan but no lock, and nobody is making it: start the coordinator, "
+                f"`esnode coordinator serve --data {options.run}`"
+            )
+        time.sleep(LOOK_SECONDS)

@@ -29,7 +29,7 @@ def _on_pause(turn: Turn, event: Pause) -> None:
     turn.set(queue=())
     turn.cancel_running()
     if state.joined:
-        turn.send(Release(event.reason))
+        turn.send(Release(event.reason, stays=True))
     turn.set(joined=False, unknown=not state.joined)
 
 
@@ -81,7 +81,7 @@ def on_tick(turn: Turn) -> None:
     if state.unknown and state.now >= state.hello_at:
         turn.set(unknown=False)
         turn.say_hello()
-        turn.send(Release(state.paused))
+        turn.send(Release(state.paused, stays=True))
 
 
 HANDLERS: dict[type[Event], Callable[[Turn, Any], None]] = {Pause: _on_pause, Resume: _on_resume}

@@ -66,6 +66,7 @@ STYLES = {
     "stalled": "yellow",
     "lost": "red",
     "left": "dim",
+    "paused": "dim",
     "catching up": "cyan",
     "new": "cyan",
 }

@@ -141,6 +141,7 @@ class Release(Message, frozen=True):
     """node -> coordinator: a clean leave; all units go back."""
 
     reason: str
+    stays: bool = False  # it is paused: it stays connected, and says Hello when it works again
 
 
 class Cancel(Message, frozen=True):

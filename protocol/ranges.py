@@ -117,6 +117,8 @@ def _check(owner: type[Message], name: str, kind: Any) -> Check:
     """The check of one field, or of a tuple's element, by its declared type."""
     if kind is int:
         return _whole_check(name, *_SMALL.get(owner, {}).get(name, (0, _WIDE.get(name, _U32))))
+    if kind is bool:
+        return lambda value: ""
     if kind is float:
         return lambda value: "" if math.isfinite(value) else f"{name} = {value}, not a finite number"
     if kind is bytes:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from esnode import daemon, duty, joined, nodeoptions
-from esnode.folder import write_file
+from esnode import daemon, duty, joined, mending, nodeoptions
+from esnode.folder import RunFolder, occupy, write_file
 from esnode.notebook import Notebook
 from protocol import keys
 from protocol import ledger as ledgers
@@ -130,7 +132,7 @@ def test_an_owner_pauses_and_resumes_a_joined_node(tmp_path: Path) -> None:
 
         wait_for(lambda: processes.status().get("round", 0) > 0)
         assert duty.switch(tmp_path, True) and not duty.switch(tmp_path, True)
-        wait_for(lambda: "paused by its owner" in line())
+        wait_for(lambda: '"state": "paused"' in line() and "paused by its owner" in line())
         stands = processes.status()["round"]
         time.sleep(1.5)
         assert processes.status()["round"] == stands and node.poll() is None
@@ -140,6 +142,7 @@ def test_an_owner_pauses_and_resumes_a_joined_node(tmp_path: Path) -> None:
         wait_for(lambda: "paused by its owner" in line())
         node.send_signal(signal.SIGTERM)
         assert node.wait(6) == 0
+        wait_for(lambda: '"state": "left"' in line())
 
 
 def test_a_paused_node_ends_with_the_run_and_says_so_when_it_is_started_again(tmp_path: Path) -> None:
@@ -236,6 +239,39 @@ def test_a_damaged_roster_says_how_to_make_it_again(tmp_path: Path, content: str
     (tmp_path / "roster.json").write_text(content)
     with pytest.raises(keys.KeyFileError, match="start with --allow NAME"):
         keys.read_roster(tmp_path / "roster.json")
+
+
+def test_a_node_waits_for_the_lock_that_its_coordinator_is_making(tmp_path: Path) -> None:
+    """The coordinator reads the model first: started beside it, a node is there long before the lock is."""
+    lock = make_folder(tmp_path, names=("n1",), rounds=2)
+    (tmp_path / "lock.json").unlink()
+    with Processes(tmp_path) as processes:
+        node = processes.node("n1")
+        wait_for(lambda: f"has not made {tmp_path}/lock.json yet" in processes.words("n1"))
+        assert not (tmp_path / "logs").exists() and node.poll() is None
+        write_file(tmp_path / "lock.json", lock.to_bytes())
+        processes.coordinator()
+        processes.wait_end()
+        assert node.wait(20) == 0, processes.words("n1")
+
+
+def test_a_lock_that_nobody_makes_is_waited_for_no_longer_than_asked(tmp_path: Path) -> None:
+    def asked() -> str:
+        with pytest.raises(nodeoptions.FolderMissing) as caught:
+            mending.lock_of(nodeoptions.parse(["--run", str(tmp_path), "--name", "n1", "--wait", "0"]))
+        return str(caught.value)
+
+    assert "--run names the run's folder" in asked(), "nothing was begun here: there is nothing to wait for"
+    lock = make_folder(tmp_path)
+    (tmp_path / "lock.json").unlink()
+    assert f"esnode coordinator serve --data {tmp_path}" in asked()
+    held = occupy(RunFolder(tmp_path))  # whoever has the folder is making it
+    late = threading.Timer(0.5, write_file, (tmp_path / "lock.json", lock.to_bytes()))
+    late.start()
+    options = nodeoptions.parse(["--run", str(tmp_path), "--name", "n1", "--wait", "0"])
+    assert mending.lock_of(options) == lock
+    late.join()
+    os.close(held)
 
 
 def test_a_damaged_lock_names_its_file_and_the_remedy(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def test_a_pause_hands_everything_back_and_takes_nothing() -> None:
     bench = working()
     bench.hear(Assign(unit_of(member=1), bench.state.parent, 15))
     bench.step(events.Pause(bench.now, "outside its hours"))
-    assert bench.sent(Release) == [Release("outside its hours")] and bench.all(CancelUnit)
+    assert bench.sent(Release) == [Release("outside its hours", stays=True)] and bench.all(CancelUnit)
     bench.step(events.Cancelled(bench.now, unit_of()))
     bench.hear(Bye(f"{RELEASED}: outside its hours"))
     assert not bench.hear(Assign(unit_of(member=2), bench.state.parent, 15))
@@ -147,7 +147,7 @@ def test_a_paused_node_is_known_over_every_connection_and_hears_of_the_end() -> 
     for _ in range(3):  # however many come
         assert not bench.hear(Rehello())
     bench.tick(2.0)
-    assert len(bench.sent(Hello)) == 1 and bench.sent(Release) == [Release("outside its hours")]
+    assert len(bench.sent(Hello)) == 1 and bench.sent(Release) == [Release("outside its hours", stays=True)]
     assert not bench.welcome(ledger()) and not bench.tick(2.0) and not bench.tick(20.0)
     bench.hear(Bye(f"{RELEASED}: outside its hours"))
     assert bench.stop is None
@@ -205,7 +205,7 @@ def test_a_pause_before_the_welcome_is_told() -> None:
     bench.step(events.Pause(bench.now, "outside its hours"))
     bench.welcome(ledger())
     bench.tick(2.0)
-    assert bench.sent(Hello) and bench.sent(Release) == [Release("outside its hours")]
+    assert bench.sent(Hello) and bench.sent(Release) == [Release("outside its hours", stays=True)]
 
 
 def test_a_node_may_be_paused_before_it_starts() -> None:

@@ -215,9 +215,30 @@ def test_a_node_that_left_has_no_reason_for_work() -> None:
     desk = Desk(members=4)
     desk.join("a", "b")
     assert machine.status(desk.state)["nodes"][0]["why"]
-    desk.step(ce.Received(desk.now, key_of("a"), Release("paused by its owner")))
+    desk.step(ce.Received(desk.now, key_of("a"), Release("SIGTERM received")))
     left = machine.status(desk.state)["nodes"][0]
     assert left["state"] == "left" and left["why"] == ""
+
+
+def test_a_paused_node_reads_paused_until_it_works_again_or_leaves() -> None:
+    """It is connected, so it has not left; however long it is silent, it is not lost either."""
+    desk = Desk(members=4)
+    desk.join("a", "b")
+
+    def shown() -> tuple[str, str]:
+        node = machine.status(desk.state)["nodes"][0]
+        return node["state"], node["reason"]
+
+    desk.say("a", Release("outside its hours", stays=True))
+    desk.tick(100.0)
+    assert shown() == ("paused", "outside its hours") and not desk.assigned("a")
+    desk.join("a")
+    assert shown()[0] == "ready"
+    desk.say("a", Release("paused by its owner", stays=True))
+    desk.say("a", Release("SIGTERM received"))
+    assert shown() == ("left", "released: SIGTERM received")
+    desk.say("a", Release("paused by its owner", stays=True))
+    assert shown()[0] == "left", "a late copy"
 
 
 @pytest.mark.parametrize(("seconds", "words"), [(7.4, "would have ended it in 7 s"), (math.inf, "is silent")])

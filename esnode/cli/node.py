@@ -34,7 +34,7 @@ from esnode.cli import options
     "--wait",
     type=click.FloatRange(min=0),
     metavar="SECONDS",
-    help="For the coordinator to appear [default: 60].",
+    help="For the run's lock to be made, then for the coordinator to appear [default: 60].",
 )
 @click.option(
     "--peer-port",
