@@ -86,7 +86,7 @@ def refusal(state: State, event: AmendAsked) -> str:
             "take over and amend there"
         )
     try:
-        state.chain.check_amend(_body(event))
+        state.chain.check_amend(body(event))
     except BrokenChain as error:
         return error.reason
     return ""
@@ -110,10 +110,11 @@ def on_tick(turn: Turn) -> None:
         if order.from_round <= turn.chain.round:  # D was not known in time; the open round keeps its settings
             late, order = order, replace(order, from_round=turn.chain.round + 1)
             turn.note("amend", **_words(order), reason=f"{nth(late.from_round)} had begun")
-        turn.append(_body(order))  # which takes the order off the list
+        turn.append(body(order))  # which takes the order off the list
 
 
-def _body(order: AmendAsked | AmendOrdered) -> AmendBody:
+def body(order: AmendAsked | AmendOrdered) -> AmendBody:
+    """What an order says in the ledger."""
     return AmendBody(order.from_round, order.alpha, order.sigma, order.members, order.trusted)
 
 

@@ -47,3 +47,11 @@ def _advice(bound: str) -> str:
     if zmtp.is_loopback(bound):
         return "(this machine only; listen for others with --bind tcp://0.0.0.0:PORT)"
     return "(wrong from outside? name the address to dial with --advertise HOST)"
+
+
+def farewell(folder: Path, ended: bool) -> str:
+    """What to do with the run in `folder` once its coordinator has stopped as it should."""
+    place = shlex.quote(str(folder))
+    if ended:
+        return f"the trained model, where the node extra is installed: esnode export {place} --to model"
+    return f"everything is kept; go on with: esnode coordinator serve --data {place} (and --bind as before)"

@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec.structs import asdict
 
-from coordinator import answers, audit, claims, donors, enrolment, membership, rounds, succession, work
+from coordinator import amend, answers, audit, claims, donors, enrolment, membership, rounds, succession, work
 from coordinator.membership import READY, Node
 from coordinator.rounds import Round
 from coordinator.state import State
@@ -24,6 +24,7 @@ def status(state: State) -> dict[str, Any]:
     state_word, reason = _state(state)
     return {
         "run": state.lock.run_id.hex(),
+        "task": state.lock.task,
         "term": state.term,
         "state": state_word,
         "reason": reason,
@@ -42,6 +43,10 @@ def status(state: State) -> dict[str, Any]:
         "reward": asdict(last) if last else None,
         "rewards": [[s.round, s.mean, s.high, s.low, s.std] for s in state.history],
         "scores": [[s.state_round, s.mean, s.correct, s.prompts] for s in state.scores],
+        "amendments": [
+            *(body.words() for body in state.chain.amendments),
+            *(f"{amend.body(order).words()} (not in the ledger yet)" for order in state.orders),
+        ],
         "nodes": [_node(state, node) for node in state.nodes.values()],
         "proof": claims.picture(state, answers.witnessed(state).reason),
         "audit": _audit(state),

@@ -140,7 +140,7 @@ def listing(state: State) -> dict[str, Any]:
     nodes = []
     for key, name in guests.allowed.items():
         node = state.nodes.get(key)
-        word, reason = ("away", "has not connected since the coordinator started")
+        word, reason = _absent(state, key)
         if node is not None:
             word, reason = membership.standing(node, state.chain.round, state.now)
         nodes.append(
@@ -153,7 +153,15 @@ def listing(state: State) -> dict[str, Any]:
                 "reason": reason,
             }
         )
-    return {"nodes": nodes, **enrolment.picture(guests, state.wall)}
+    numbers = {key.hex(): number for number, key in state.chain.numbers.items() if key in guests.revoked}
+    return {"nodes": nodes, **enrolment.picture(guests, state.wall), "numbers": numbers}
+
+
+def _absent(state: State, key: bytes) -> tuple[str, str]:
+    """How a node stands that has not said Hello to this coordinator."""
+    if key in state.numbers:
+        return "away", "has not connected since the coordinator started"
+    return "expected", "let in, has not connected yet: it gets the model and loads it first"
 
 
 ORDERS: dict[type[Event], Callable[[Turn, Any], None]] = {

@@ -179,6 +179,8 @@ class Server:
                 next_tick = now + TICK_SECONDS
             self._process(events)
         self._log.info("stopped: %s", self._stopped.reason)
+        if self._stopped.code == 0:
+            self._log.info("%s", greeting.farewell(self._setup.folder, self._state.chain.ended))
         return self._stopped.code
 
     def _ticked(self, now: float) -> list[Event]:

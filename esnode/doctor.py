@@ -221,8 +221,8 @@ def _verdict(report: dict[str, Any]) -> tuple[str, bool]:
     """One line on what this machine can do, and whether it can be a node."""
     missing = [p for p in ("torch", "transformers", "safetensors") if report["versions"][p] is None]
     if missing:
-        what = f"it can coordinate runs; a node also needs {', '.join(missing)}: pip install 'esnode[node]'"
-        return what, False
+        extra = f"a node also needs {', '.join(missing)}: pip install '.[node]' in esnode's folder"
+        return f"it can coordinate runs; {extra}", False
     usable = [name for name, kernel in report["kernels"].items() if kernel["usable"]]
     if not usable:
         return "no kernel passed its self-test: this machine must not train", False

@@ -131,7 +131,7 @@ def show(outcome: Outcome, console: Console) -> None:
     console.print()
     console.print(_summary(outcome))
     console.print()
-    say(console, _next(outcome.place))
+    say(console, _next(outcome.place, len(outcome.history.rounds)))
 
 
 def _answers(rows: Sequence[Comparison]) -> Table:
@@ -153,9 +153,9 @@ def summary(past: History, costs: Costs) -> list[tuple[str, str]]:
         rows.append(("reward", f"{first.mean:.4f} in the first round, {last.mean:.4f} in the last"))
     if past.heldout:
         first_score, last_score = past.heldout[0], past.heldout[-1]
+        counts = f"{first_score.correct} to {last_score.correct} of {last_score.prompts}"
         words = f"{first_score.mean:.4f} to {last_score.mean:.4f} ({past.unit})"
-        counts = f"{first_score.correct} to {last_score.correct} of {last_score.prompts} correct"
-        rows += [("held-out", words), ("", counts)]
+        rows.append(("held-out", words + history.answered(past.lock.task, counts)))
     return rows + _spent(past, costs)
 
 
@@ -193,8 +193,8 @@ def _summary(outcome: Outcome) -> Table:
     return table
 
 
-def _next(place: RunFolder) -> str:
-    path = place.path
+def _next(place: RunFolder, rounds: int) -> str:
+    path, middle = place.path, (rounds + 1) // 2
     return "\n".join(
         [
             f"  {place.final}/  the trained model, a Hugging Face folder",
@@ -203,7 +203,7 @@ def _next(place: RunFolder) -> str:
             f"  {place.metrics}, {place.units}  one JSON object per round and per unit",
             "next:",
             f"  esnode verify {path}",
-            f"  esnode evaluate {path} --round 0",
-            f"  esnode export {path} --round 0 --to base",
+            f"  esnode evaluate {path}",
+            f"  esnode export {path} --round {middle} --to model-{middle}",
         ]
     )

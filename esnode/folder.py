@@ -116,15 +116,16 @@ def create(path: Path) -> RunFolder:
     return folder
 
 
-def open_run(path: Path) -> RunFolder:
-    """The folder of an existing run. FolderError when there is none."""
+def open_run(path: Path, served: bool = False) -> RunFolder:
+    """The folder of an existing run. FolderError when there is none; `served`: it takes a coordinator."""
     folder = RunFolder(path)
+    start = f"`esnode coordinator serve PLAN --data {path}`" if served else f"`esnode run --out {path}`"
     if not path.is_dir():
-        raise FolderError(f"there is no folder {path}. Start a run with `esnode run --out {path}`.")
+        raise FolderError(f"there is no folder {path}. Start a run with {start}.")
     if not folder.is_run and folder.lock.exists():
         raise FolderError(without_plan(folder))
     if not folder.is_run:
-        raise FolderError(f"{path} holds no run (no plan.toml). Start one with `esnode run --out {path}`.")
+        raise FolderError(f"{path} holds no run (no plan.toml). Start one with {start}.")
     return folder
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from esnode.folder import RunFolder
 from protocol.chain import Chain
-from protocol.entries import CommitBody, Entry, EntryKind, MalformedEntry, ScoreBody, parse, split
+from protocol.entries import AmendBody, CommitBody, Entry, EntryKind, MalformedEntry, ScoreBody, parse, split
 from protocol.ledger import MAGIC
 from protocol.lock import Lock
 from protocol.shaping import mean_and_std
@@ -55,6 +55,7 @@ class History:
     rounds: tuple[Round, ...]
     heldout: tuple[HeldOut, ...]
     ended: bool
+    amended: tuple[str, ...] = ()  # changes of the lock's settings, in words
 
     @property
     def title(self) -> str:
@@ -66,9 +67,19 @@ class History:
         return reward_unit(self.lock)
 
 
+def answered(task: str, score: str) -> str:
+    """ ", 3 of 4 correct"; nothing for likelihood tasks, which answer nothing: what counts as correct there is
+    a target above 1/2 a token (docs/tasks.md), and none of them is no failure."""
+    return "" if _likelihood(task) else f", {score} correct"
+
+
+def _likelihood(task: str) -> bool:
+    return task == "short-answers" or task.startswith("likelihood:")
+
+
 def reward_unit(lock: Lock) -> str:
     """Words for the reward's unit: likelihood tasks count nats per token, the others their own range."""
-    if lock.task == "short-answers" or lock.task.startswith("likelihood:"):
+    if _likelihood(lock.task):
         return "mean log-likelihood of the answer, nats per token"
     return f"reward ({lock.reward_low:g} to {lock.reward_high:g})"
 
@@ -88,6 +99,8 @@ def _with(history: History, entry: Entry) -> History:
     if isinstance(body, ScoreBody):
         score = HeldOut(body.state_round, body.mean, body.correct, body.prompts)
         return replace(history, heldout=(*history.heldout, score))
+    if isinstance(body, AmendBody):
+        return replace(history, amended=(*history.amended, body.words()))
     return replace(history, ended=True) if entry.kind is EntryKind.END else history
 
 

@@ -1,8 +1,8 @@
 """What the nodes of a joined run share, looked at when one starts: lost or altered files are fetched again.
 
 Shell. The note of the run (`joined.json`) names the lock by its digest, the lock names the task's data by
-theirs, so an altered file is never used. In the coordinator's own folder the lock may not be made yet: then it
-is waited for. Called by `daemon.py`; `esnode join` does the same before it.
+theirs, so an altered file is never used. In the coordinator's own folder the lock may not be made yet: it is
+waited for. Called by `daemon.py`; `esnode join` does the same before it.
 """
 
 from __future__ import annotations

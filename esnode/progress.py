@@ -14,12 +14,12 @@ from typing import Any
 
 from rich.console import Console, Group
 from rich.panel import Panel
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from esnode.history import Costs, HeldOut, History, Round
+from esnode.history import Costs, HeldOut, History, Round, answered
 from esnode.sketch import sparkline
 from esnode.standing import node_words
 from esnode.tell import Tell
@@ -98,9 +98,11 @@ def bars(console: Console, lines: bool = True, clock: Callable[[], float] = time
     `lines`: elsewhere every step has a line as it begins, too. `clock`: monotonic seconds.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
+    times = (TimeElapsedColumn(), TimeRemainingColumn())
     terminal = console.is_terminal
-    with Progress(*columns, TimeElapsedColumn(), console=console, disable=not terminal) as shown:
+    with Progress(*columns, *times, console=console, disable=not terminal) as shown:
         steps: dict[str, TaskID] = {}
+        began: dict[str, float] = {}
         spoken = clock()
 
         def tell(what: str, done: int, total: int) -> None:
@@ -108,15 +110,22 @@ def bars(console: Console, lines: bool = True, clock: Callable[[], float] = time
             fresh = what not in steps
             if fresh:
                 steps[what] = shown.add_task(what, total=total)
+                began[what] = clock()
             if not terminal and lines and fresh:
                 say(console, what)
                 spoken = clock()
             elif not terminal and done < total and clock() - spoken >= LINE_SECONDS:
-                say(console, f"{what}: {done / total:.0%}" if total > 1 else what)
+                words = f"{what}: {done / total:.0%}" if total > 1 else what
+                say(console, words + _to_go(clock() - began[what], done, total))
                 spoken = clock()
             shown.update(steps[what], completed=done, total=total)
 
         yield tell
+
+
+def _to_go(elapsed: float, done: int, total: int) -> str:
+    left = elapsed * (total - done) / done if done else 0.0
+    return f", about {clock(left)} to go" if left >= LINE_SECONDS else ""
 
 
 def clock(seconds: float) -> str:
@@ -163,7 +172,8 @@ def _heldout(history: History) -> str:
     if not history.heldout:
         return "not measured yet"
     first, last = history.heldout[0], history.heldout[-1]
-    words = f"{last.mean:.4f} after {rounds(last.round)}, {last.correct} of {last.prompts} correct"
+    words = f"{last.mean:.4f} after {rounds(last.round)}"
+    words += answered(history.lock.task, f"{last.correct} of {last.prompts}")
     if last is not first:
         words += f"   ({last.mean - first.mean:+.4f} in {rounds(last.round - first.round)})"
     return words

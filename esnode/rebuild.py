@@ -273,11 +273,19 @@ class Verdict:
             lines += [
                 "every link, signature and rule of the chain holds",
                 f"{self.model} loaded in {self.load_seconds:.1f} s, replayed in {self.replay_seconds:.1f} s",
-                f"digest {self.digest}; {self.compared} of {rounds(self.rounds)} compared, all equal",
+                f"digest {self.digest}; {self._compared()}",
             ]
-            if self.compared < self.rounds:
-                lines.append("the last round's digest is not in the ledger yet, so it could not be compared")
         return "\n".join(lines)
+
+    def _compared(self) -> str:
+        if not self.rounds:
+            return "no round is committed yet, so none was compared"
+        words = f"{self.compared} of {rounds(self.rounds)} compared, all equal"
+        if self.compared == self.rounds:
+            return words
+        if not self.compared:
+            words = "no round was compared"
+        return f"{words}; the last round's digest is not in the ledger yet, so it could not be compared"
 
 
 def verify(

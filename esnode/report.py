@@ -113,6 +113,7 @@ def as_json(history: History) -> dict[str, Any]:
         "task": lock.task,
         "model": lock.model,
         "ended": history.ended,
+        "amended": list(history.amended),
         "rounds": [{name: getattr(row, name) for name in row.__slots__} for row in history.rounds],
         "heldout": [{name: getattr(score, name) for name in score.__slots__} for score in history.heldout],
     }

@@ -29,34 +29,48 @@ def of(path: Path) -> dict[str, Any]:
         pass
     rounds = planfile.read_plan(place.plan).ops.rounds
     if not place.ledger.exists():
-        state = "locked, not started" if place.lock.exists() else "not locked yet"
+        state, reason = _beginning(place)
         run = folder.lock_of(place).run_id.hex() if place.lock.exists() else None
-        return {"state": state, "reason": "", "run": run, "round": 0, "rounds": rounds}
+        return {"state": state, "reason": reason, "run": run, "round": 0, "rounds": rounds}
     ledger = rebuild.open_ledger(place.ledger)
     past = history.of_chain(ledger.chain)
-    resume = f"continue with `{_again(place)}`"
+    resume = f"continue with {_again(place)}"
     return {
         "state": "ended" if ledger.ended else "not running",
         "reason": "" if ledger.ended else resume,
         "run": ledger.lock.run_id.hex(),
+        "task": ledger.lock.task,
         "round": ledger.rounds,
         "rounds": rounds,
         "height": ledger.chain.height,
         "tip": ledger.chain.tip.hex(),
         "rewards": [[row.round, row.mean, row.best, row.worst, row.spread] for row in past.rounds],
         "scores": [[score.round, score.mean, score.correct, score.prompts] for score in past.heldout],
+        "amendments": [body.words() for body in ledger.chain.amendments],
         "problem": rebuild.damage_of(ledger),
     }
 
 
+def _beginning(place: folder.RunFolder) -> tuple[str, str]:
+    """State and reason of a run without an entry. While somebody has the folder, it is on its way."""
+    if place.lock.exists():
+        if folder.busy(place):
+            return "starting", "the coordinator does not answer yet"
+        return "locked, not started", f"start it with {_again(place)}"
+    if folder.busy(place):
+        return "setting up", "the model is being read and the lock made, then the coordinator starts"
+    return "not locked yet", f"start it with {_again(place)}"
+
+
 def _again(place: folder.RunFolder) -> str:
-    """The command that continues it: `esnode run` lists its nodes at the start, a served run need not."""
-    listed = place.coordinator / "roster.json"
+    """The commands that continue it: `esnode run` lists its nodes at the start, a served run need not."""
+    serve, listed = f"`esnode coordinator serve --data {place.path}`", place.coordinator / "roster.json"
     if listed.exists() and not keys.read_roster(listed):
-        return f"esnode coordinator serve --data {place.path}"
-    return f"esnode run --resume --out {place.path}"
+        return serve
+    return f"`esnode run --resume --out {place.path}`, or {serve} if its nodes are started apart"
 
 
+AMENDMENTS = 3  # the newest, that the table shows
 DECISIONS = 5  # of the coordinator, that the table shows
 FAILING = 3  # members that fail, likewise
 WIDE = 120  # columns from which a node is one line
@@ -105,8 +119,11 @@ def _head(status: Mapping[str, Any]) -> Table:
         table.add_row(Text(plain(name)), Text(plain(text)))
 
     row("state", ", ".join(word for word in (status["state"], status["reason"]) if word))
-    row("run", (status["run"] or "")[:16] + (f", term {status['term']}" if "term" in status else ""))
+    if status["run"]:  # known by its lock
+        row("run", status["run"][:16] + (f", term {status['term']}" if "term" in status else ""))
     row("rounds", f"{status['round']} of {status['rounds']} closed")
+    for words in status.get("amendments", [])[-AMENDMENTS:]:
+        row("amended", words)
     members = status.get("members")
     if members and members["total"]:
         row("members", f"{members['done']} of {members['total']} in, {members['void']} void")
@@ -117,7 +134,8 @@ def _head(status: Mapping[str, Any]) -> Table:
         row("reward", f"mean {mean:.4f}, best {best:.4f} in {nth(round_)}")
     if status.get("scores"):
         round_, mean, correct, prompts = status["scores"][-1]
-        row("held-out", f"{mean:.4f} after {counted(round_)}, {correct} of {prompts} correct")
+        counts = history.answered(status.get("task", ""), f"{correct} of {prompts}")
+        row("held-out", f"{mean:.4f} after {counted(round_)}{counts}")
     if status.get("digest", "") is None:
         row("digest", f"not known yet: {status['proof']['reason']}")
     if status.get("address"):

@@ -13,6 +13,7 @@ from enum import IntEnum
 from itertools import starmap
 from typing import Any, NamedTuple, TypeAlias, cast, overload
 
+from protocol.counting import nth
 from protocol.lock import Lock
 from protocol.seeds import member_seed, rounding_seed
 from protocol.shaping import Shaping, Step, coefficients, make_step
@@ -140,6 +141,14 @@ class AmendBody:
     sigma: float | None = None
     members: int | None = None
     trusted: tuple[bytes, ...] = ()
+
+    def words(self) -> str:
+        """What changes and from when on, for a person."""
+        numbers = {"alpha": self.alpha, "sigma": self.sigma, "members": self.members}
+        said = [f"{name} {value:g}" for name, value in numbers.items() if value is not None]
+        if self.trusted:
+            said.append(f"trusted keys {', '.join(key.hex()[:16] for key in self.trusted)}")
+        return f"{', '.join(said)} from {nth(self.from_round)} on"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ and writes those. Called by whoever keeps a ledger: the cores of coordinator and
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 from protocol.bodies import step_of
@@ -51,7 +51,7 @@ class Chain:
         self._digests: list[int | None] = [None]  # D of the state after 0, 1, 2, ... commits
         self._amends: list[AmendBody] = []
         self._roster: dict[int, tuple[bytes, str]] = {}
-        self._numbers: set[int] = set()  # every roster number ever given
+        self._numbers: dict[int, bytes] = {}  # every roster number ever given, and the key it was given to
         self._signer = b""  # key of the current term
         for entry in entries:
             self.append(entry)
@@ -121,6 +121,11 @@ class Chain:
         return self._roster
 
     @property
+    def numbers(self) -> Mapping[int, bytes]:
+        """Every roster number ever given, also to keys that are revoked now, and the key it was given to."""
+        return self._numbers
+
+    @property
     def next_number(self) -> int:
         """The roster number of the next key that is admitted: each is given once."""
         return max(self._numbers, default=-1) + 1
@@ -144,6 +149,11 @@ class Chain:
     def digest_at(self, round: int) -> int | None:
         """D of the state after `round` commits, None when no entry states it."""
         return self._digests[round] if 0 <= round < len(self._digests) else None
+
+    @property
+    def amendments(self) -> tuple[AmendBody, ...]:
+        """Every change of the lock's settings, in the order of their entries."""
+        return tuple(self._amends)
 
     def alpha_at(self, round: int) -> float:
         """The lock's schedule or the amendment in force."""
@@ -289,7 +299,7 @@ class Chain:
             raise self._refuse("a roster entry that changes nothing")
         numbers = [admission.number for admission in body.admitted]
         keys = [admission.key for admission in body.admitted]
-        if len(set(numbers)) < len(numbers) or self._numbers & set(numbers):
+        if len(set(numbers)) < len(numbers) or self._numbers.keys() & set(numbers):
             raise self._refuse("a roster number is given twice")
         gone = set(body.revoked)
         if len(gone) < len(body.revoked) or not gone <= self._roster.keys():
@@ -353,7 +363,7 @@ class Chain:
             for number in body.revoked:
                 del self._roster[number]
             for admission in body.admitted:
-                self._numbers.add(admission.number)
+                self._numbers[admission.number] = admission.key
                 self._roster[admission.number] = (admission.key, admission.name)
         self._entries.append(entry)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import coordinator.events as ce
-from coordinator import amend
+from coordinator import amend, machine
 from esnode import admin
 from protocol import ledger
 from protocol.chain import BrokenChain
@@ -51,6 +51,9 @@ def test_an_order_waits_for_d_and_survives_a_restart() -> None:
     assert desk.state.digest is None
     assert order(desk, sigma=0.1, from_round=2) == ""
     assert desk.kinds[-1] is EntryKind.COMMIT and len(desk.state.orders) == 1
+    assert machine.status(desk.state)["amendments"] == [
+        "sigma 0.100098 from round 3 on (not in the ledger yet)"
+    ]
     desk.restart()
     assert [o.sigma for o in desk.state.orders] == [bf16(0.1)]
     tip = desk.state.chain.tip
@@ -59,6 +62,7 @@ def test_an_order_waits_for_d_and_survives_a_restart() -> None:
     body = desk.state.chain.entries[-1].body
     assert isinstance(body, AmendBody) and (body.from_round, body.sigma) == (2, bf16(0.1))
     assert not desk.state.orders
+    assert machine.status(desk.state)["amendments"] == ["sigma 0.100098 from round 3 on"]
     desk.restart(term=3)
     assert not desk.state.orders, "an order that is fulfilled is not given again"
 

@@ -147,6 +147,7 @@ def test_help_teaches_the_first_commands() -> None:
     shown = CliRunner().invoke(front.cli, ["--help"]).output
     for words in ("esnode run --resume", "esnode verify", "esnode plan new", "First commands", "seeds"):
         assert words in shown
+    assert "\b" not in shown
     for name, verb in front.VERBS.items():
         assert f"  {name} " in shown and verb.summary in shown
 
@@ -165,6 +166,7 @@ def every_command() -> list[tuple[str, ...]]:
 def test_every_command_has_help_with_an_example(words: tuple[str, ...]) -> None:
     shown = CliRunner().invoke(front.cli, [*words, "--help"])
     assert shown.exit_code == 0, shown.output
+    assert "\b" not in shown.output, "click's mark stands at the beginning of a paragraph only"
     assert "Example" in shown.output and f"esnode {' '.join(words)}" in shown.output
     for line in re.findall(r"^ +(esnode .*)$", shown.output, re.MULTILINE):
         commands.named(shlex.split(line.partition(" > ")[0])[1:])
@@ -209,6 +211,14 @@ def test_an_unknown_command_names_the_nearest() -> None:
     assert refused("rnu", code=2) == (
         "esnode: there is no command 'rnu'; did you mean 'run'?\nTry: esnode --help\n"
     )
+
+
+@pytest.mark.parametrize("group", [(), ("nodes",), ("plan",)])
+def test_a_command_that_lacks_its_verb_is_answered_with_help(group: tuple[str, ...]) -> None:
+    """And with nothing else: it is no error that needs a hint."""
+    done = run(*group)
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr == run(*group, "--help").stdout
 
 
 @pytest.mark.parametrize(
@@ -322,7 +332,7 @@ class _Teapot(UserError):
         (OSError(errno.ENOSPC, "No space left", "/x/y"), 1, "the disk is full (/x/y)"),
         (OSError(errno.EROFS, "Read-only", "/x"), 1, "read-only (/x)"),
         (PermissionError(errno.EACCES, "denied", "/x"), 1, "no permission"),
-        (ModuleNotFoundError("No module named 'torch'", name="torch"), 1, "pip install 'esnode[node]'"),
+        (ModuleNotFoundError("No module named 'torch'", name="torch"), 1, "pip install '.[node]'"),
         (ModuleNotFoundError("No module named 'toast'", name="toast"), 70, "Traceback"),
         (OSError(errno.EIO, "bad sector"), 70, "Traceback"),
         (ValueError("a bug of ours"), 70, "ValueError: a bug of ours"),

@@ -345,6 +345,16 @@ def test_a_revoked_node_keeps_its_name_on_the_list() -> None:
     assert roster.listing(desk.state)["former"] == {}
 
 
+def test_a_revoked_node_is_listed_with_the_number_that_commits_name_it_by() -> None:
+    desk = Desk(names="ab")
+    desk.join("a", "b")
+    number = desk.state.numbers[key_of("b")]
+    revoke(desk, key_of("b"), "sold")
+    assert roster.listing(desk.state)["numbers"] == {key_of("b").hex(): number}
+    desk.restart()
+    assert roster.listing(desk.state)["numbers"] == {key_of("b").hex(): number}
+
+
 def test_the_listing_shows_nodes_invites_and_revoked_keys() -> None:
     desk = Desk(names="a")
     invite(desk)
@@ -352,4 +362,4 @@ def test_the_listing_shows_nodes_invites_and_revoked_keys() -> None:
     desk.join("a")
     rows = {row["name"]: row for row in roster.listing(desk.state)["nodes"]}
     assert rows["a"]["state"] == "ready" and rows["a"]["number"] == 0 and rows["a"]["invite"] is None
-    assert rows["new"]["state"] == "away" and rows["new"]["number"] is None and rows["new"]["invite"] == 1
+    assert rows["new"]["state"] == "expected" and rows["new"]["number"] is None and rows["new"]["invite"] == 1

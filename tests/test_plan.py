@@ -495,7 +495,7 @@ def test_plan_lock_without_the_node_extra(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=60, check=False
     )
-    assert done.returncode == 1 and "pip install 'esnode[node]'" in done.stderr
+    assert done.returncode == 1 and "pip install '.[node]'" in done.stderr
     assert done.stderr.count("\n") == 1
 
 

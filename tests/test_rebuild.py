@@ -135,7 +135,21 @@ def test_verify_of_an_unfinished_ledger_admits_what_it_could_not_compare(case: C
     verdict = rebuild.verify(save(unfinished, tmp_path / "run.ledger"), str(case.model))
     assert verdict.fault is None and not verdict.ended
     assert verdict.compared == ROUNDS - 1
+    assert f"{ROUNDS - 1} of {ROUNDS} rounds compared" in verdict.words()
     assert "could not be compared" in verdict.words()
+
+
+@pytest.mark.parametrize(
+    ("rounds", "words"), [(0, "no round is committed yet"), (1, "no round was compared;")]
+)
+def test_verify_calls_it_no_success_that_nothing_was_compared(
+    case: Case, tmp_path: Path, rounds: int, words: str
+) -> None:
+    entries = case.chain.entries
+    end = entries.index(case.chain.commits[0]) + rounds
+    verdict = rebuild.verify(save(Chain(entries[:end]), tmp_path / "run.ledger"), str(case.model))
+    assert (verdict.fault, verdict.rounds, verdict.compared) == (None, rounds, 0)
+    assert words in verdict.words() and "all equal" not in verdict.words()
 
 
 def test_verify_finds_another_base(case: Case, tmp_path: Path) -> None:

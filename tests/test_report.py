@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ from rich.console import Console
 
 from esnode import finish, history, progress, report, sketch, standing
 from esnode.board import Board, crc32c, record, scalars
-from esnode.folder import RunFolder
+from esnode.folder import RunFolder, occupy
 from esnode.history import Costs, LedgerTail, Tail
 from esnode.progress import Snapshot
+from esnode.template import template
 from protocol import keys
-from protocol.entries import EndBody, MemberReward, ScoreBody
+from protocol.entries import AmendBody, EndBody, MemberReward, ScoreBody
 from tests.ledgers import KEY, Writer, small_lock
 
 MEMBERS = 4
@@ -206,7 +208,7 @@ def test_the_view_shows_what_a_watcher_wants_to_know(scribe: Scribe) -> None:
         "6 of 10, 1:15 gone, 0:08 to go",
         "2 of 4",
         "mean -1.6250, best -1.2500",
-        "-1.5000 after 6 rounds, 3 of 4 correct",
+        "-1.5000 after 6 rounds ",
         "+6.0000 in 6 rounds",
         "600 B per round",
         "generate 88%",
@@ -334,19 +336,47 @@ def test_a_revoked_peer_is_not_shown_and_one_never_dialled_is_no_news() -> None:
 
 
 @pytest.mark.parametrize(
-    ("roster", "command"),
-    [
-        (None, "run --resume --out"),
-        ({}, "coordinator serve --data"),
-        ({KEY: "a"}, "run --resume --out"),
-    ],
+    ("roster", "alone"),
+    [(None, True), ({}, False), ({KEY: "a"}, True)],
 )
-def test_how_a_stopped_run_goes_on(tmp_path: Path, roster: dict[bytes, str] | None, command: str) -> None:
+def test_how_a_stopped_run_goes_on(tmp_path: Path, roster: dict[bytes, str] | None, alone: bool) -> None:
+    """A run that was served is served again; one whose nodes are listed may have been either."""
     place = RunFolder(tmp_path)
     place.coordinator.mkdir()
     if roster is not None:
         keys.write_roster(place.coordinator / "roster.json", roster)
-    assert standing._again(place) == f"esnode {command} {tmp_path}"
+    assert f"`esnode coordinator serve --data {tmp_path}`" in standing._again(place)
+    assert (f"`esnode run --resume --out {tmp_path}`" in standing._again(place)) == alone
+
+
+def test_where_a_run_stands_while_its_lock_is_made(tmp_path: Path) -> None:
+    place = RunFolder(tmp_path)
+    place.plan.write_text(template())
+    assert standing.of(tmp_path)["state"] == "not locked yet"
+    assert f"esnode run --resume --out {tmp_path}" in standing.of(tmp_path)["reason"]
+    descriptor = occupy(place)
+    try:
+        shown = text_of(standing.words(standing.of(tmp_path)))
+        assert "setting up, the model is being read" in shown and "run " not in shown
+        place.lock.write_bytes(small_lock().to_bytes())
+        assert standing.of(tmp_path)["state"] == "starting"
+    finally:
+        os.close(descriptor)
+    assert standing.of(tmp_path)["state"] == "locked, not started"
+
+
+def test_amendments_are_shown() -> None:
+    made = Scribe()
+    made.add(AmendBody(6, alpha=0.0005, trusted=(bytes(32),)))
+    said = "alpha 0.0005, trusted keys 0000000000000000 from round 7 on"
+    assert history.of_chain(made.chain).amended == (said,)
+    assert report.as_json(history.of_chain(made.chain))["amended"] == [said]
+    words = ["alpha 0.0005 from round 6 on", "members 8 from round 9 on (not in the ledger yet)"]
+    lines = [
+        " ".join(line.split())
+        for line in text_of(standing.words({**STATUS, "amendments": words})).splitlines()
+    ]
+    assert [f"amended {line}" for line in words] == [line for line in lines if "amended" in line]
 
 
 def test_status_says_what_was_decided_last_and_why_a_node_has_its_work() -> None:
@@ -377,9 +407,20 @@ def test_summary_of_a_finished_folder(scribe: Scribe, tmp_path: Path) -> None:
     place.metrics.write_text("".join(json.dumps(commit_row(k)) + "\n" for k in range(6)) + '{"cut')
     rows = dict(finish.summary(history.of_chain(scribe.chain), history.costs_of(place)))
     assert rows["rounds"] == "6, with 4 members each"
-    assert rows["held-out"].startswith("-7.5000 to -1.5000")
+    assert rows["held-out"].startswith("-7.5000 to -1.5000") and "correct" not in rows["held-out"]
     assert rows["traffic"] == "3.6 KB in all, 220 B for a unit; no weights"
     assert "generate" in rows["shares"] and rows["time"].startswith("0:12")
+
+
+def test_a_likelihood_is_not_said_to_be_correct(scribe: Scribe) -> None:
+    """Nothing is answered there, so that "0 of 32 correct" would read like a failure."""
+    past = history.of_chain(scribe.chain)
+    assert "correct" not in dict(finish.summary(past, Costs()))["held-out"]
+    other = replace(past, lock=replace(past.lock, task="countdown"))
+    assert dict(finish.summary(other, Costs()))["held-out"].endswith(", 0 to 3 of 4 correct")
+    status = {**STATUS, "scores": [[6, 0.5, 3, 4]]}
+    assert "3 of 4 correct" in text_of(standing.words({**status, "task": "countdown"}))
+    assert "correct" not in text_of(standing.words({**status, "task": "short-answers"}))
 
 
 def test_a_ledger_alone_has_a_summary(scribe: Scribe) -> None:
@@ -447,4 +488,8 @@ def test_a_step_that_lasts_has_a_line_every_few_seconds_where_there_is_no_termin
         for done in range(11):
             tell("replaying", done, 10)
             now[0] += 1.5
-    assert said.getvalue().splitlines() == ["replaying: 30%", "replaying: 60%", "replaying: 90%"]
+    assert said.getvalue().splitlines() == [
+        "replaying: 30%, about 0:10 to go",
+        "replaying: 60%, about 0:06 to go",
+        "replaying: 90%",
+    ]

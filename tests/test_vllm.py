@@ -117,7 +117,7 @@ def test_without_vllm_the_way_to_get_it_is_named(monkeypatch: pytest.MonkeyPatch
         raise metadata.PackageNotFoundError(package)
 
     monkeypatch.setattr(metadata, "version", missing)
-    with pytest.raises(VllmUnavailable, match=r"pip install 'esnode\[vllm\]'"):
+    with pytest.raises(VllmUnavailable, match=r"pip install '\.\[vllm\]'"):
         vllm_start.require_supported()
 
 

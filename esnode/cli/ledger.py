@@ -92,6 +92,8 @@ def show(ledger: Path, as_json: bool, to: Path | None) -> None:
         console = Console()
         console.print(f"{past.title}, run {opened.lock.run_id.hex()[:16]}, {opened.state}")
         console.print(report.rounds_table(past))
+        for words in past.amended:
+            console.print(f"amended: {words}", highlight=False)
         if len(past.rounds) > 1:
             console.print(report.sketch(past))
         if to:

@@ -32,6 +32,7 @@ NODE_EXTRA = frozenset(
         *("safetensors", "tokenizers", "torch", "transformers"),
     }
 )
+NODE_INSTALL = "`make setup` in esnode's folder, or there pip install '.[node]'"
 TRAIN, LEDGER, HERE, MANY = "Train", "Use a ledger", "This machine", "Several machines"
 
 
@@ -115,6 +116,7 @@ def cli() -> None:
       esnode run                                  train the demo model here, a few minutes
       esnode verify runs/NAME                     rebuild it from the ledger, compare digests
       esnode evaluate runs/NAME --round 0         its score on held-out prompts, at any round
+
     \b
     Your own model and task:
       esnode plan new --task countdown --model Qwen/Qwen2.5-1.5B-Instruct > plan.toml
@@ -182,6 +184,9 @@ def main(arguments: Sequence[str] | None = None, interrupt: Any = None) -> NoRet
     except UserError as error:
         fail(str(error), error.exit_code)
     except click.UsageError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # of click 8.2 on: a group without a command
+            click.echo(error.format_message(), err=True)
+            sys.exit(error.exit_code)
         hint = f"\nTry: {error.ctx.command_path} --help" if error.ctx else ""
         fail(error.format_message() + hint, error.exit_code)
     except click.ClickException as error:
@@ -193,7 +198,7 @@ def main(arguments: Sequence[str] | None = None, interrupt: Any = None) -> NoRet
         sys.exit(1)
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] in NODE_EXTRA:
-            fail(f"this command needs {error.name}, part of the node extra: pip install 'esnode[node]'")
+            fail(f"this command needs {error.name}, part of the node extra: {NODE_INSTALL}")
         traceback.print_exc()
         sys.exit(EXIT_BUG)
     except OSError as error:

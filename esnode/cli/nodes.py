@@ -144,7 +144,7 @@ def _order(folder: Path, op: str, **fields: Any) -> dict[str, Any]:
     from esnode import admin
     from esnode import folder as folders
 
-    folders.open_run(folder)
+    folders.open_run(folder, served=True)
     return admin.order(folder, op, **fields)
 
 
@@ -165,8 +165,9 @@ def _listing(found: Mapping[str, Any]) -> Any:
         table.add_row(*(Text(plain(cell)) for cell in cells))
     for key, reason in found["revoked"].items():
         name = found.get("former", {}).get(key) or "-"
+        number = str(found["numbers"].get(key, "-"))
         table.add_row(
-            Text(plain(name)), "-", key[:16], "-", Text("revoked", style="red"), Text(plain(reason))
+            Text(plain(name)), number, key[:16], "-", Text("revoked", style="red"), Text(plain(reason))
         )
     lines = [Text("")] if found["invites"] else []
     for row in found["invites"]:

@@ -50,8 +50,8 @@ def require_supported() -> str:
             continue
     else:
         raise VllmUnavailable(
-            "vLLM is not installed here: pip install 'esnode[vllm]' beside a GPU, else as docs/vllm.md says; "
-            "or use --engine transformers"
+            "vLLM is not installed here: pip install '.[vllm]' in esnode's folder beside a GPU, else as "
+            "docs/vllm.md says; or use --engine transformers"
         )
     if ".".join(version.split(".")[:2]) not in SUPPORTED:
         raise VllmUnavailable(
