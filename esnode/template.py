@@ -41,7 +41,7 @@ _PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "countdown": (
-        "Reach a number with the given ones; the settings of Qiu et al. (2025).",
+        "Reach a number with the given ones; the settings of Qiu et al. (arXiv 2509.24372), which want GPUs.",
         {
             "members": 30,
             "sigma": 0.001,

@@ -118,7 +118,7 @@ def cli() -> None:
       esnode evaluate runs/NAME --round 0         its score on held-out prompts, at any round
 
     \b
-    Your own model and task:
+    Your own model and task (countdown with 1.5 billion weights wants a GPU: `esnode bench node --plan`):
       esnode plan new --task countdown --model Qwen/Qwen2.5-1.5B-Instruct > plan.toml
       esnode run --plan plan.toml --nodes 2 --out runs/mine
       esnode run --resume --out runs/mine         after Ctrl-C, a crash or a power cut
