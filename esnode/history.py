@@ -68,8 +68,9 @@ class History:
 
 
 def answered(task: str, score: str) -> str:
-    """ ", 3 of 4 correct"; nothing for likelihood tasks, which answer nothing: what counts as correct there is
-    a target above 1/2 a token (docs/tasks.md), and none of them is no failure."""
+    """As in "-1.5 after 6 rounds, 3 of 4 correct". Nothing for likelihood tasks, which answer
+    nothing: correct is a target above 1/2 a token there (docs/tasks.md), and to have none is no failure.
+    """
     return "" if _likelihood(task) else f", {score} correct"
 
 
