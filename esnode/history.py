@@ -2,7 +2,7 @@
 
 Lives here: plain numbers for the reports and views, no drawing. A ledger alone gives rewards and held-out
 scores; times, tokens and bytes need the run's folder. Called by `report.py`, `progress.py`, `board.py`,
-`finish.py`, `run.py` and `cli/ledger.py`.
+`finish.py`, `run.py`, `join.py` and `cli/ledger.py`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class History:
 
     @property
     def title(self) -> str:
-        return f"{self.lock.task} on {self.lock.model}"
+        return title_of(self.lock)
 
     @property
     def unit(self) -> str:
@@ -76,6 +76,11 @@ def answered(task: str, score: str) -> str:
 
 def _likelihood(task: str) -> bool:
     return task == "short-answers" or task.startswith("likelihood:")
+
+
+def title_of(lock: Lock) -> str:
+    """What is trained on what, and with which seed when the plan gave one."""
+    return f"{lock.task} on {lock.model}" + f", seed {lock.seed}" * (lock.seed > 0)
 
 
 def reward_unit(lock: Lock) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from esnode import duty, enrol, fetch, joined, notebook, policy, room
 from esnode.folder import RunFolder, require_space, write_file
+from esnode.history import title_of
 from esnode.policy import GB
 from esnode.tell import Tell, silent
 from protocol import invite as invites
@@ -96,8 +97,7 @@ def describe(lock: Lock) -> list[str]:
     """The run in a few lines: what it is, and what it will cost this machine."""
     needs = policy.needs(lock)
     return [
-        f"run {lock.run_id.hex()[: joined.SHORT]}: {lock.task} on {lock.model}, {lock.members} members "
-        "per round",
+        f"run {lock.run_id.hex()[: joined.SHORT]}: {title_of(lock)}, {lock.members} members per round",
         f"  model   {needs.parameters / 1e6:,.1f} million parameters, {_size(needs.download)} as stored",
         f"  memory  {_size(needs.memory)} for the weights, more while it answers",
         f"  disk    up to {_size(needs.disk)} for a checkpoint, besides the model",

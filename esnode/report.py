@@ -112,6 +112,7 @@ def as_json(history: History) -> dict[str, Any]:
         "run": lock.run_id.hex(),
         "task": lock.task,
         "model": lock.model,
+        "seed": lock.seed,
         "ended": history.ended,
         "amended": list(history.amended),
         "rounds": [{name: getattr(row, name) for name in row.__slots__} for row in history.rounds],

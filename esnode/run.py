@@ -27,7 +27,7 @@ from esnode.begin import Request
 from esnode.board import Board
 from esnode.children import Child, ChildFailed, Children
 from esnode.folder import RunFolder
-from esnode.history import Costs, LedgerTail, Tail
+from esnode.history import Costs, LedgerTail, Tail, title_of
 from esnode.progress import Snapshot, say
 from protocol import ledger, plan
 from protocol.counting import rounds as counted
@@ -128,7 +128,7 @@ def _phases(place: RunFolder, request: Request, console: Console, descriptor: in
         raise
     say(
         console,
-        f"run {lock.run_id.hex()[:16]}: {lock.task} on {lock.model}, {lock.members} members per round",
+        f"run {lock.run_id.hex()[:16]}: {title_of(lock)}, {lock.members} members per round",
     )
     if not _ended(place, lock, request.rounds):
         _train(place, lock, request, console, descriptor)

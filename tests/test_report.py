@@ -156,6 +156,12 @@ def test_one_point_and_a_flat_line_do_not_divide_by_zero() -> None:
     assert sketch.sparkline([0, 1, 2, 3], 2) == "▁█"
 
 
+def test_the_title_tells_runs_of_one_plan_apart() -> None:
+    lock = small_lock(seed=3)
+    assert history.title_of(lock) == f"{lock.task} on {lock.model}, seed 3"
+    assert "seed" not in history.title_of(small_lock())
+
+
 def test_rounds_table_and_json(scribe: Scribe) -> None:
     past = history.of_chain(scribe.chain)
     shown = text_of(report.rounds_table(past))
