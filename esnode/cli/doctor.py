@@ -14,6 +14,7 @@ import click
 @click.option("--probe", "request", metavar="SEED:TENSOR:START:COUNT", help="Print noise values instead.")
 def doctor(as_json: bool, kernel: str | None, request: str | None) -> None:
     """Check hardware, versions and kernels: the golden self-test of each, and how fast it is here.
+    That takes most of a minute.
 
     With --probe, print the integers m of noise law 1, one per line (eps = m / 8192), as the kernel makes
     them: of the member seed SEED, the tensor with key TENSOR, elements START to START + COUNT - 1. Numbers
