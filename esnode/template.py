@@ -31,8 +31,9 @@ _PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
         "Reward for answers as short as the target; generates 24 tokens per prompt.",
         {
             "members": 16,
+            "mirrored": True,
             "sigma": 0.002,
-            "alpha": 0.002,
+            "alpha": 0.006,
             "per_round": 16,
             "chunk": 16,
             "max_new_tokens": 24,

@@ -241,7 +241,7 @@ def test_template_values() -> None:
         return plan.members, plan.mirrored, plan.sigma, plan.alpha, plan.per_round, plan.max_new_tokens
 
     assert es("short-answers") == (32, True, (bf16(0.002),), (0.006,), 48, 0)
-    assert es("conciseness") == (16, False, (bf16(0.002),), (0.002,), 16, 24)
+    assert es("conciseness") == (16, True, (bf16(0.002),), (0.006,), 16, 24)
     assert es("countdown") == (30, False, (bf16(0.001),), (0.0005,), 200, 1024)
 
 
