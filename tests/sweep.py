@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import os
 import random
 import subprocess
 import time
@@ -164,7 +165,7 @@ def sweep(seeds: Iterable[int], jobs: int = 1) -> Iterator[Verdict]:
     if jobs == 1:
         yield from map(examine, seeds)
         return
-    with ProcessPoolExecutor(jobs, initializer=warden.leave_with_parent) as pool:
+    with ProcessPoolExecutor(jobs, initializer=warden.leave_with_parent, initargs=(os.getpid(),)) as pool:
         yield from pool.map(_without_story, seeds, chunksize=8)
 
 

@@ -101,7 +101,8 @@ def test_a_fourth_node_joins_by_snapshot(tmp_path: Path, monkeypatch: pytest.Mon
     with Processes(folder.path) as processes:
         processes.coordinator()
         for name in DONORS:
-            processes.node(name, "--peer-port", "0", "--peer-mbit", "0.4", loader="")
+            # the poisoned one is the quickest: its first part comes before the others have sent all
+            processes.node(name, "--peer-port", "0", "--peer-mbit", "2" if name == "a" else "0.4", loader="")
         wait_for(lambda: peers(processes).get("announced"), 150, processes.words("a"))
         spoiler.start()
         processes.node(LATE, "--peer-port", "0", "--catch-up", "snapshot", loader="")

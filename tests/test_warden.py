@@ -20,9 +20,10 @@ from tests import warden
 print(warden.watch(), flush=True)
 loop = "while true; do sleep 0.1; done"
 subprocess.Popen(["bash", "-c", f"({loop}) & ({loop}) & {loop}"], start_new_session=True)
+tests = os.getpid()
 worker = os.fork()
 if worker == 0:
-    warden.leave_with_parent()
+    warden.leave_with_parent(tests)
     time.sleep(600)
 print(worker, flush=True)
 time.sleep(600)

@@ -62,10 +62,12 @@ def end(mark: str) -> None:
         time.sleep(LOOK)
 
 
-def leave_with_parent() -> None:
-    """A forked child dies with its parent (Linux; elsewhere nothing happens)."""
+def leave_with_parent(parent: int) -> None:
+    """In a child that `parent` forked: die with it (Linux; elsewhere nothing happens)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before it was asked for
+            os._exit(1)
 
 
 def main() -> None:
