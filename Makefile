@@ -22,7 +22,7 @@ GPU_PYTHON ?= $(if $(wildcard $(VENV)/.ready),$(BIN)/python,$(PYTHON))
 help:
 	@echo "make setup      build $(VENV): esnode, what its nodes need, the demo model"
 	@echo "make run        train the demo model with two processes (ARGS='--rounds 5' passes flags on)"
-	@echo "make test       the quick tests, 14 minutes on two cores"
+	@echo "make test       the quick tests, 11 minutes on two cores"
 	@echo "make test-long  everything, about an hour: 47 minutes of chaos with real processes, and beside it a million"
 	@echo "                mutants, 2,000 simulated worlds, 20 kills of a run ... (ARGS='-m slow --collect-only' lists them)"
 	@echo "make lint       ruff, and mypy --strict on everything but the tests"
