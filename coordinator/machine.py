@@ -271,8 +271,7 @@ def _on_hello(turn: Turn, peer: bytes, hello: Hello) -> None:
     known = hello.digest and place.astray is None
     commits = membership.commits_below(chain, hello.height) if known else -1
     node = Node(peer, name, state.numbers.get(peer), hello, state.now, hello.height, hello.tip[:8], commits)
-    node = replace(node, astray=place.astray)
-    node = replace(node, quarantined=state.quarantined.get(peer, ""))
+    node = replace(node, astray=place.astray, quarantined=state.quarantined.get(peer, ""))
     auditing.forget(turn, peer)
     if old is not None:
         node = replace(node, pace=old.pace, tally=old.tally, ms=old.ms)
@@ -340,8 +339,7 @@ def _same_branch(turn: Turn, node: Node, height: int, tip: bytes) -> bool:
 
 
 def _on_entries(turn: Turn, peer: bytes, message: Entries) -> None:
-    reason = succession.on_entries(turn, peer, message)
-    if reason:
+    if reason := succession.on_entries(turn, peer, message):
         _refuse(turn, peer, turn.allowed[peer], reason)
 
 
@@ -354,9 +352,11 @@ def _in_check(turn: Turn, peer: bytes, message: Message) -> None:
 
 
 def _on_release(turn: Turn, peer: bytes, message: Release) -> None:
-    turn.take_all(peer)
     node, reason = turn.nodes[peer], message.reason[:MAX_NOTE]
     paused = (reason or "by its owner") if message.stays else ""
+    if paused and paused == node.paused and not turn.chain.ended:
+        return  # it says again that it is there
+    turn.take_all(peer)
     turn.set_node(replace(node, left=f"{RELEASED}: {reason}", paused=paused))
     turn.send(peer, Bye(_goodbye(turn, RELEASED)))
     turn.note("membership", node=node.name, what="pauses" if paused else "left", reason=reason)

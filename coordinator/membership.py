@@ -153,6 +153,8 @@ def commits_below(chain: Chain, height: int) -> int:
 def standing(node: Node, round: int, now: float) -> tuple[str, str]:
     """How a node stands while `round` is open: its standing and the reason. Only READY gets new units."""
     silent = now - node.heard
+    if node.paused and silent > LOST_AFTER:  # it would say again and again that it is there
+        return LOST, f"{node.paused}, and silent for {silent:.0f} s"
     if node.paused:
         return PAUSED, node.paused
     if node.left:

@@ -3,8 +3,9 @@
 Pure: protocol and the node's pure modules only. A pause is a clean leave that keeps the process, the replica
 and the connection: everything is handed back, nothing is taken. On every new connection the node says who it
 is and that it takes nothing, so that it is told of the run's end: then it fetches the rest of the ledger,
-computing nothing, and ends. The end of the pause is a Hello, which brings the rounds that were missed. Called
-by `node.py` and `inbox.py`.
+computing nothing, and ends. It repeats every few seconds that it is paused, so that a machine that was
+switched off meanwhile reads as lost. The end of the pause is a Hello, which brings the rounds that were
+missed. Called by `node.py` and `inbox.py`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from esnode.nodestate import HELLO_FIRST, Turn
 from protocol.counting import rounds
 from protocol.messages import RUN_ENDED, Message, Rehello, Release
 
+REPEAT_EVERY = 5.0  # seconds between two words that it is here, and paused; a third of what makes it lost
 CLOSING = 15.0  # seconds to get the rest of the ledger in, once the run has ended
 
 
@@ -74,13 +76,17 @@ def hear(turn: Turn, message: Message) -> None:
 
 
 def on_tick(turn: Turn) -> None:
-    """Over a connection that does not know this node yet: who is here, and that it takes nothing."""
+    """That it takes nothing, again and again; over a connection that does not know this node, who is here."""
     state = turn.state
-    if state.closing and not state.joined and state.now >= state.hello_at:
-        turn.say_hello()
-    if state.unknown and state.now >= state.hello_at:
-        turn.set(unknown=False)
-        turn.say_hello()
+    if state.closing:
+        if not state.joined and state.now >= state.hello_at:
+            turn.say_hello()
+    elif state.unknown:
+        if state.now >= state.hello_at:
+            turn.set(unknown=False)
+            turn.say_hello()
+            turn.send(Release(state.paused, stays=True))
+    elif not state.leaving and state.now - state.spoke >= REPEAT_EVERY:
         turn.send(Release(state.paused, stays=True))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from esnode import duty, joined
 from protocol import ledger
 from protocol.messages import Kind
 from tests.relay import Relay
@@ -63,13 +64,18 @@ def test_a_unit_and_a_commit(tmp_path: Path, plain: bool) -> None:
     print(f"unit {max(whole)} B, commit {total / len(raws) / 30:.1f} B per member, stream {relay.total} B")
 
 
+@pytest.mark.parametrize("paused", [False, True], ids=["working", "paused"])
 @pytest.mark.parametrize("plain", [True, False], ids=["plain", "curve"])
-def test_an_idle_node(tmp_path: Path, plain: bool) -> None:
-    """A node busy with one long unit only sends heartbeats, and the counters know every byte but pings."""
-    make_folder(tmp_path, ("n1",), task_options={"seconds": 600.0})
+def test_an_idle_node(tmp_path: Path, plain: bool, paused: bool) -> None:
+    """A node busy with one long unit, or paused, says that it is there; the counters know all but pings."""
+    lock = make_folder(tmp_path, ("n1",), task_options={"seconds": 600.0})
+    if paused:
+        joined.write(tmp_path, joined.Joined(lock.run_id, ("tcp://127.0.0.1:1",), {"n1": True}))
+        duty.switch(tmp_path, True)
     processes, relay = relayed(tmp_path, plain)
     with processes, relay:
-        wait_for(lambda: any(n["state"] == "ready" for n in processes.status()["nodes"]))
+        state = "paused" if paused else "ready"
+        wait_for(lambda: any(n["state"] == state for n in processes.status()["nodes"]))
         time.sleep(0.5)
         before, began, known = relay.total, time.monotonic(), counted(processes.status())
         time.sleep(IDLE_SECONDS)

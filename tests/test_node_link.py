@@ -133,7 +133,10 @@ def test_a_pause_hands_everything_back_and_takes_nothing() -> None:
     bench.hear(Bye(f"{RELEASED}: outside its hours"))
     assert not bench.hear(Assign(unit_of(member=2), bench.state.parent, 15))
     for _ in range(20):
-        assert not bench.tick(2.0), "silence"
+        assert not bench.tick(4.9), "silence"
+        bench.tick(0.1)
+        assert bench.sent(Release) == [Release("outside its hours", stays=True)], "it is still there"
+        assert len(bench.effects) == 1
     assert not bench.step(events.Pause(bench.now, "paused by its owner"))
     bench.step(events.Resume(bench.now))
     assert bench.sent(Hello)[0].units == ()
@@ -148,7 +151,9 @@ def test_a_paused_node_is_known_over_every_connection_and_hears_of_the_end() -> 
         assert not bench.hear(Rehello())
     bench.tick(2.0)
     assert len(bench.sent(Hello)) == 1 and bench.sent(Release) == [Release("outside its hours", stays=True)]
-    assert not bench.welcome(ledger()) and not bench.tick(2.0) and not bench.tick(20.0)
+    assert not bench.welcome(ledger()) and not bench.tick(2.0)
+    bench.tick(20.0)
+    assert not bench.sent(Hello) and bench.sent(Release)
     bench.hear(Bye(f"{RELEASED}: outside its hours"))
     assert bench.stop is None
     bench.hear(Bye(RUN_ENDED))

@@ -16,6 +16,7 @@ import coordinator.events as ce
 import tests.world
 from coordinator import leases, machine, rounds
 from coordinator.leases import Pool
+from coordinator.membership import LOST_AFTER
 from protocol.entries import QUORUM, CommitBody
 from protocol.messages import Failed, Kind, Release
 from protocol.plan import Ops
@@ -221,7 +222,7 @@ def test_a_node_that_left_has_no_reason_for_work() -> None:
 
 
 def test_a_paused_node_reads_paused_until_it_works_again_or_leaves() -> None:
-    """It is connected, so it has not left; however long it is silent, it is not lost either."""
+    """It is connected, so it has not left, and says so again and again; one that falls silent is lost."""
     desk = Desk(members=4)
     desk.join("a", "b")
 
@@ -230,8 +231,19 @@ def test_a_paused_node_reads_paused_until_it_works_again_or_leaves() -> None:
         return node["state"], node["reason"]
 
     desk.say("a", Release("outside its hours", stays=True))
-    desk.tick(100.0)
+    for _ in range(20):
+        desk.tick(5.0)
+        desk.say("a", Release("outside its hours", stays=True))
+        assert not desk.effects, "no news"
+    desk.tick(LOST_AFTER)
     assert shown() == ("paused", "outside its hours") and not desk.assigned("a")
+    desk.tick(1.0)
+    assert shown() == ("lost", "outside its hours, and silent for 16 s"), "its machine was switched off"
+    desk.say("a", Release("outside its hours", stays=True))
+    assert shown() == ("paused", "outside its hours")
+    desk.say("a", Release("paused by its owner", stays=True))
+    assert shown() == ("paused", "paused by its owner")
+    desk.tick(16.0)
     desk.join("a")
     assert shown()[0] == "ready"
     desk.say("a", Release("paused by its owner", stays=True))

@@ -144,6 +144,19 @@ def test_all_nodes_gone_then_back() -> None:
     assert len(world.checkers.closed_rounds) == 3
 
 
+def test_of_two_paused_nodes_the_one_whose_machine_goes_off_is_lost() -> None:
+    world = World(seed=8, nodes=2, rounds=3)
+    for name in world.nodes:
+        world.pause(name, at=1.0, seconds=60.0)
+    world.lose("node-1", at=5.0)
+    for second in (4.0, 10.0, 30.0, 59.0):
+        world.run(until=second)
+        states = [node["state"] for node in world.status()["nodes"]]
+        assert states == ["paused", "lost" if second > 20 else "paused"]
+    world.run()
+    assert len(world.checkers.closed_rounds) == 3
+
+
 def test_a_member_nobody_can_evaluate_is_void_and_named() -> None:
     world = World(seed=9, nodes=3, rounds=2, members=6)
     world.poison(2)
