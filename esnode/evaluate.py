@@ -64,8 +64,10 @@ class Settings:
             )
         if self.samples and self.temperature <= 0:
             raise EvaluateError("sampling at temperature 0 gives the greedy answer again: choose one above 0")
-        if self.samples < 0 or self.temperature < 0 or not 0 < self.top_p <= 1:
-            raise EvaluateError("samples and temperature are at least 0, top_p is above 0 and at most 1")
+        if self.samples < 0 or not 0 <= self.temperature < math.inf or not 0 < self.top_p <= 1:
+            raise EvaluateError(
+                "samples and temperature are at least 0 and finite, top_p is above 0 and at most 1"
+            )
         return self
 
 

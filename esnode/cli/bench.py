@@ -44,7 +44,7 @@ def bench() -> None:
 @options.code
 @click.option(
     "--trace",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=options.NewFile(),
     help="Write a timeline to open at https://ui.perfetto.dev.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")

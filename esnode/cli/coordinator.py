@@ -87,7 +87,7 @@ def key() -> None:
 )
 @click.option(
     "--relay-mbit",
-    type=click.FloatRange(min=0),
+    type=options.Number(min=0),
     metavar="MBIT",
     help="Most that the relay may carry, Mbit/s [default: no limit].",
 )

@@ -33,7 +33,7 @@ from esnode.cli.ledger import BASE, ROUND, told
 )
 @click.option(
     "--temperature",
-    type=float,
+    type=options.Number(min=0),
     default=1.0,
     metavar="X",
     show_default=True,
@@ -41,7 +41,7 @@ from esnode.cli.ledger import BASE, ROUND, told
 )
 @click.option(
     "--top-p",
-    type=float,
+    type=options.Number(0, 1, min_open=True),
     default=1.0,
     metavar="P",
     show_default=True,

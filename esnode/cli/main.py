@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import os
 import signal
 import sys
 import threading
@@ -128,8 +129,13 @@ def cli() -> None:
     """
 
 
-def explain(error: OSError) -> str | None:
-    """One sentence for what only the user can mend (disk, permissions), or None when it is something else."""
+PLACES = ("ESNODE_CACHE", "ESNODE_CONFIG", "ESNODE_DATA")
+
+
+def explain(error: OSError, words: Sequence[str] = ()) -> str | None:
+    """One sentence for what only the user can mend: the disk, permissions, or a place that is named in the
+    `words` of the command or in the environment. None when it is something else, perhaps a bug of ours.
+    """
     where = f" ({error.filename})" if error.filename else ""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"the disk is full{where}. Free some space and run the same command again."
@@ -139,7 +145,24 @@ def explain(error: OSError) -> str | None:
         return f"no permission to write or read{where}. Change its owner or mode, or choose another folder."
     if error.errno == errno.ENAMETOOLONG:
         return f"a name is too long for this file system{where}. Choose a shorter one."
+    path = error.filename
+    if not isinstance(path, str) or not _is_named(path, words):
+        return None
+    if error.errno == errno.ENOENT:
+        return f"{path} is not there and cannot be made there. Name another place."
+    if error.errno == errno.EISDIR:
+        return f"{path} is a folder where a file is needed. Name another place."
+    if error.errno in (errno.ENOTDIR, errno.EEXIST):
+        return f"{path} is a file, or lies below one, where a folder is needed. Name another place."
     return None
+
+
+def _is_named(path: str, words: Sequence[str]) -> bool:
+    """Whether a path is one of the words (`x`, `--out=x`, `file:x`), below one, or on the way to one."""
+    path = os.path.abspath(path)
+    parts = [part for word in words for part in (word, word.partition("=")[2], word.partition(":")[2])]
+    named = [os.path.abspath(part) for part in [*parts, *map(os.environ.get, PLACES)] if part]
+    return any(path.startswith(place) or place.startswith(path) for place in named)
 
 
 def fail(message: str, code: int = 1) -> NoReturn:
@@ -202,7 +225,7 @@ def main(arguments: Sequence[str] | None = None, interrupt: Any = None) -> NoRet
         traceback.print_exc()
         sys.exit(EXIT_BUG)
     except OSError as error:
-        sentence = explain(error)
+        sentence = explain(error, sys.argv[1:] if arguments is None else arguments)
         if sentence:
             fail(sentence)
         traceback.print_exc()

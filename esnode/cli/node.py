@@ -32,7 +32,7 @@ from esnode.cli import options
 )
 @click.option(
     "--wait",
-    type=click.FloatRange(min=0),
+    type=options.Number(min=0),
     metavar="SECONDS",
     help="For the run's lock to be made, then for the coordinator to appear [default: 60].",
 )

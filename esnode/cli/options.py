@@ -5,10 +5,37 @@ Called by the commands, as decorators.
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import click
+
+
+class Number(click.FloatRange):
+    """A finite number within bounds: NaN is outside of none, and infinity only of some."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
+
+
+class NewFile(click.Path):
+    """A file to write, looked at before the work that fills it: its folder is there, it is none itself."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path, dir_okay=False)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        path = Path(os.fsdecode(super().convert(value, param, ctx)))
+        if not path.parent.is_dir():
+            self.fail(f"{path.parent} is no folder, so {path.name} cannot be written there.", param, ctx)
+        return path
+
 
 code = click.option(
     "--code",

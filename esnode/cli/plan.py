@@ -72,7 +72,7 @@ def show(file: Path, as_json: bool) -> None:
 @FILE
 @click.option(
     "--out",
-    type=click.Path(path_type=Path),
+    type=options.NewFile(),
     default=Path("lock.json"),
     show_default=True,
     metavar="PATH",
@@ -80,7 +80,7 @@ def show(file: Path, as_json: bool) -> None:
 )
 @click.option(
     "--data",
-    type=click.Path(path_type=Path),
+    type=options.NewFile(),
     metavar="PATH",
     help="Where the task's data goes [default: nowhere].",
 )
@@ -113,8 +113,8 @@ def lock(file: Path, out: Path, data: Path | None, code: Path | None) -> None:
     metavar="R",
     help="First round it is for, counted from 1: R - 1 rounds keep what they had.",
 )
-@click.option("--alpha", type=float, metavar="X", help="Step size.")
-@click.option("--sigma", type=float, metavar="X", help="Noise scale; rounded to bf16.")
+@click.option("--alpha", type=options.Number(), metavar="X", help="Step size.")
+@click.option("--sigma", type=options.Number(), metavar="X", help="Noise scale; rounded to bf16.")
 @click.option("--members", type=int, metavar="N", help="Population size.")
 @click.option(
     "--trust",

@@ -22,7 +22,7 @@ def read(path: Path) -> list[Record]:
         raise TaskError(f"{path} is no regular file: name a JSONL file")
     try:
         text = path.read_text(encoding="utf-8")
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise TaskError(f"there is no file {path}") from error
     except UnicodeDecodeError as error:
         raise TaskError(f"{path} is no JSONL file in UTF-8 ({error})") from error

@@ -1,0 +1,180 @@
+"""What a user may get wrong in any command: places that will not do, numbers that are none."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+from esnode.cli import main as front
+from esnode.cli import options
+from esnode.template import template
+from tests import commands
+from tests.test_cli import ROOT, every_command
+from tests.test_rebuild import Case
+
+SHAPES = ("none/x", "folder", "file/x", "/proc/x")  # below nothing, a folder, below a file, no place for any
+# Every path that a command takes, as a command line: @ is the place, PLAN, RUN, MODEL what is sound.
+PLACES = {
+    "run plan": "run --plan @ --out new",
+    "run out": "run --plan PLAN --model /nowhere --out @",
+    "run code": "run --plan PLAN --model /nowhere --out new --code @",
+    "status folder": "status @",
+    "plan show file": "plan show @",
+    "plan lock file": "plan lock @",
+    "plan lock out": "plan lock PLAN --out @",
+    "plan lock data": "plan lock PLAN --out new --data @",
+    "plan lock code": "plan lock PLAN --out new --code @",
+    "plan amend folder": "plan amend @ --alpha 0.1 --from-round 2",
+    "verify ledger": "verify @",
+    "show ledger": "show @",
+    "show to": "show RUN --plot @",
+    "export ledger": "export @ --to new",
+    "export to": "export RUN --base MODEL --to @",
+    "evaluate code": "evaluate MODEL --task python:task.py --code @",
+    "fork ledger": "fork @ --plan PLAN --out new",
+    "fork plan": "fork RUN --base MODEL --plan @ --out new",
+    "fork out": "fork RUN --base MODEL --plan PLAN --out @",
+    "fork code": "fork RUN --base MODEL --plan PLAN --out new --code @",
+    "bench node plan": "bench node --plan @",
+    "bench node trace": "bench node --plan PLAN --members 1 --trace @ --json",
+    "bench node code": "bench node --plan PLAN --members 1 --code @ --json",
+    "coordinator serve plan": "coordinator serve @ --data new",
+    "coordinator serve data": "coordinator serve /nowhere --data @",
+    "coordinator serve task_data": "coordinator serve /nowhere --data new --task-data @",
+    "coordinator serve code": "coordinator serve /nowhere --data new --code @",
+    "invite folder": "invite @",
+    "nodes list folder": "nodes list @",
+    "nodes allow folder": "nodes allow @ 00",
+    "nodes revoke folder": "nodes revoke @ a",
+    "join task_code": "join esnode1-AAAA --task-code @",
+    "join data": "join --data @ --run aa",
+    "pause data": "pause --data @",
+    "resume data": "resume --data @",
+    "node run_": "node --run @ --wait 0",
+    "node code": "node --run /nowhere --wait 0 --code @",
+    # and those that are no paths to click
+    "join invite": "join @",
+    "verify base": "verify RUN --base @",
+    "evaluate what": "evaluate @ --task short-answers",
+    "evaluate file": "evaluate MODEL --task file:@",
+    "evaluate python": "evaluate MODEL --task python:@ --code .",
+    "coordinator serve recover": "coordinator serve --rounds 2 --data new --recover-from @",
+}
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    made = Case(tmp_path_factory.mktemp("case"))
+    plan = made.path.parent.parent / "plan.toml"
+    plan.write_text(template("short-answers", str(made.model)))
+    return made
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An own working directory, where nothing that a command does to its process outlives the test."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(front, "keep_interrupts", lambda: None)
+    monkeypatch.setattr("esnode.departure.at_once", lambda: None)
+    for name in front.PLACES:
+        monkeypatch.setenv(name, str(tmp_path / name))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "mine").write_text("precious")
+    (tmp_path / "file").write_text("precious")
+    return tmp_path
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    """Exit code and stderr of a command, in this process."""
+    with pytest.raises(SystemExit) as exit:
+        front.main(words)
+    return int(exit.value.code or 0), capsys.readouterr().err
+
+
+def is_path(option: click.Parameter) -> bool:
+    return isinstance(option.type, click.Path)
+
+
+def test_every_path_of_every_command_is_tried() -> None:
+    every = {(*words, o.name) for words in every_command() for o in commands.find(words).params if is_path(o)}
+    assert {" ".join(map(str, words)) for words in every} <= set(PLACES)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", [name for name in PLACES if not name.startswith("node ")])
+def test_a_place_that_will_not_do_is_refused_in_words(
+    name: str, shape: str, case: Case, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sound = {"PLAN": case.path.parent.parent / "plan.toml", "RUN": case.path.parent, "MODEL": case.model}
+    words = [str(sound.get(word, word.replace("@", shape))) for word in PLACES[name].split()]
+    code, err = said(capsys, *words)
+    assert code in (0, 1, 2) and "Traceback" not in err, err  # 0: nothing hinders a folder in a new one
+    assert code == 0 or err.splitlines()[-1 - (code == 2)].startswith("esnode: "), err
+    assert (here / "file").read_text() == (here / "folder" / "mine").read_text() == "precious"
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", ["node run_", "node code"])
+def test_a_node_is_refused_in_words_too(name: str, shape: str, here: Path) -> None:
+    words = PLACES[name].replace("@", shape).split()
+    command = [sys.executable, "-m", "esnode", *words]  # a process of its own: a node sets up its logging
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode in (1, 2) and done.stderr.startswith("esnode: "), done.stderr
+
+
+@pytest.mark.parametrize("words", ["plan lock PLAN --out", "show RUN --plot", "bench node --trace"])
+@pytest.mark.parametrize("shape", SHAPES[:3])
+def test_where_a_file_goes_is_looked_at_before_the_work(
+    words: str, shape: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing that PLAN and RUN name is there, and nobody has looked."""
+    code, err = said(capsys, *words.split(), shape)
+    assert code == 2 and ("is no folder" in err or "is a directory" in err), err
+
+
+def test_only_places_that_were_named_are_the_users_to_mend(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of(number: int, path: str, *words: str) -> str | None:
+        return front.explain(OSError(number, "", path), words)
+
+    for number in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST):
+        assert of(number, "/our/own/file", "show", "/a/b") is None
+        assert "/a/b/c" in (of(number, "/a/b/c", "show", "/a/b") or "")
+    for word in ("--out=/a/b", "file:/a/b", "/a/b/c/d"):
+        assert of(errno.ENOENT, "/a/b/c", word), word
+    assert front.explain(OSError(errno.ENOENT, ""), ("/a",)) is None
+    monkeypatch.setenv("ESNODE_CONFIG", "/conf")
+    assert of(errno.ENOTDIR, "/conf/signing.key")
+
+
+# ---------------------------------------------------------------- numbers
+
+
+def numbers() -> list[tuple[str, ...]]:
+    """("plan", "amend", "--alpha"), ...: every option that takes a number with a point."""
+    found: list[tuple[str, ...]] = []
+    for words in every_command():
+        for option in commands.find(words).params:
+            if isinstance(option.type, click.types.FloatParamType):
+                found.append((*words, option.opts[0]))
+    return found
+
+
+@pytest.mark.parametrize("words", numbers(), ids=" ".join)
+@pytest.mark.parametrize("number", ["nan", "inf", "-inf"])
+def test_a_number_is_finite(words: tuple[str, ...], number: str) -> None:
+    option = next(one for one in commands.find(words[:-1]).params if words[-1] in one.opts)
+    with pytest.raises(click.BadParameter):
+        option.type.convert(number, option, None)
+    assert isinstance(option.type, options.Number) and option.type.convert("0.5", option, None) == 0.5
+
+
+def test_the_command_is_a_module_too(here: Path) -> None:
+    command = [sys.executable, "-m", "esnode", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("esnode, version ")
