@@ -189,6 +189,7 @@ class EngineThread:
         self._reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
         self._cancelled: set[Unit] = set()
         self._quit = threading.Event()
+        self._aside: list[threading.Thread] = []  # what runs beside the engine's thread
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._thread.start()
 
@@ -250,11 +251,14 @@ class EngineThread:
                 return found
 
     def close(self, wait: float) -> bool:
-        """End the thread within `wait` seconds; False when it is still inside the engine."""
+        """End the thread within `wait` seconds; False when it, or one beside it, is still inside native code.
+
+        The interpreter must not end then: it would take the thread out of the middle of that code.
+        """
         self._quit.set()
         self._commands.put(None)
         self._thread.join(wait)
-        return not self._thread.is_alive()
+        return not any(thread.is_alive() for thread in (self._thread, *self._aside))
 
     def _beside(self, work: Callable[[], Report]) -> None:
         """Do what the replica proof needs on a thread of its own."""
@@ -265,7 +269,9 @@ class EngineThread:
             except Exception as error:  # reported to the main thread, which stops the process
                 self._tell(_broken(error))
 
-        threading.Thread(target=run, name="proof", daemon=True).start()
+        thread = threading.Thread(target=run, name="proof", daemon=True)
+        thread.start()
+        self._aside = [*(other for other in self._aside if other.is_alive()), thread]
 
     def _tell(self, report: Report) -> None:
         self._reports.put(report)

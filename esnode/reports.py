@@ -63,7 +63,7 @@ class Solo:
         return found
 
     def close(self, wait: float) -> bool:
-        """End the thread within `wait` seconds; False when it is still inside the engine."""
+        """End its threads within `wait` seconds; False when one is still inside native code."""
         return self._engine.close(wait)
 
 

@@ -10,7 +10,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -19,11 +21,13 @@ from esnode.folder import RunFolder, occupy, write_file
 from esnode.notebook import Notebook
 from protocol import keys
 from protocol import ledger as ledgers
+from protocol.entries import Entry
 from protocol.errors import UserError
 from protocol.ledger import LedgerFile
 from protocol.lock import Lock
 from tests.bench import LOCK, ledger
 from tests.runs import ROOT, Processes, make_folder, wait_for
+from tests.toy_engine import ToyWorkshop
 
 
 @pytest.mark.parametrize("seconds", [0.15, 0.4, 0.8, 1.6])
@@ -184,6 +188,34 @@ def test_a_paused_node_ends_with_the_run_and_says_so_when_it_is_started_again(tm
         assert lost == lock and late.wait(30) == 1
         told = processes.words("n1")
         assert "tcp://127.0.0.1:1: nothing listens" in told and f"(for the run in {tmp_path}" in told
+
+
+class Endless(ToyWorkshop):
+    """A workshop that answers a question on its replica for ever, in native code."""
+
+    def derive(self, entries: Sequence[Entry], pieces: Sequence[int], base: bool) -> NoReturn:
+        """No answer."""
+        import torch
+
+        weights = torch.zeros(1 << 16)
+        while True:
+            weights += 1
+
+
+def endless(options: nodeoptions.Options, lock: Lock) -> Endless:
+    """The loader of `python -m esnode.daemon --loader tests.test_daemon:endless`."""
+    return Endless(lock, options.name, folder=options.folder)
+
+
+def test_a_node_that_ends_inside_native_code_leaves_with_its_own_code(tmp_path: Path) -> None:
+    """The interpreter's end would take the thread out of C++, which aborts the process."""
+    make_folder(tmp_path, names=("n1",), rounds=9, task_options={"seconds": 0.1})
+    with Processes(tmp_path) as processes:
+        processes.coordinator()
+        node = processes.node("n1", loader="tests.test_daemon:endless")
+        processes.wait_end()
+        assert node.wait(20) == 0, processes.words("n1")
+    assert "a random check" in (tmp_path / "logs" / "n1.log").read_text(), "it was asked and is at it"
 
 
 def test_duty_follows_policy_file_and_switch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
