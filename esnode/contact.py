@@ -1,13 +1,14 @@
 """One conversation with a coordinator before the node exists: connect, ask, hear the answer or the reason.
 
 Shell. Whatever goes wrong is one sentence within ten seconds. Several addresses are tried at the same time;
-the first that proves the coordinator's key is used. Called by `enrol.py`, `fetch.py` and `mending.py`.
+the first that proves the coordinator's key is used. Where nobody did and somebody greets by then, it has just
+started, and is tried once more. Called by `enrol.py`, `fetch.py` and `mending.py`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import zmq
@@ -17,9 +18,10 @@ from esnode.link import Health, Link, State
 from protocol.errors import UserError
 from protocol.messages import Bye, Message, Refuse
 
+CONTACT_SECONDS = 9.5  # for all of it
 RESOLVE_SECONDS = 2.5
 CONNECT_SECONDS = 5.3  # more than a silent peer needs to be known as one
-EXPLAIN_SECONDS = 1.5  # all three together stay below ten seconds
+EXPLAIN_SECONDS = 1.5  # these three together leave a moment for another try
 ANSWER_SECONDS = 8.0
 ASK_AGAIN = 2.0
 SETTLED_SECONDS = 1.5  # a coordinator that is just starting gets this long
@@ -48,17 +50,23 @@ class Contact:
 
     def __init__(self, addresses: Sequence[str], server_key: bytes, secret: bytes) -> None:
         """Connect. ContactError, NotAdmitted with a sentence when that cannot be."""
-        nameless = reach.unresolved(addresses, RESOLVE_SECONDS)
-        links = [Link([address], server_key, secret) for address in addresses if address not in nameless]
-        chosen: Link | None = None
-        try:
-            chosen, healths = _race(links)
-        finally:
-            for link in links:
-                if link is not chosen:
-                    link.close(farewell=False)
+        deadline = time.monotonic() + CONTACT_SECONDS
+
+        def race(to: Sequence[str], seconds: float) -> tuple[Link | None, dict[str, Health]]:
+            return _race([Link([address], server_key, secret) for address in to], seconds)
+
+        reasons = reach.unresolved(addresses, RESOLVE_SECONDS)
+        named = [address for address in addresses if address not in reasons]
+        chosen, healths = race(named, CONNECT_SECONDS)
         if chosen is None:
-            raise _explained(healths, addresses, nameless)
+            _require_admission(healths)
+            reasons |= reach.obstacles(named, EXPLAIN_SECONDS)
+            if started := [a for a in named if a not in reasons and not healths[a].hopeless]:
+                chosen, again = race(started, deadline - time.monotonic())
+                healths |= again
+        if chosen is None:
+            _require_admission(healths)
+            raise _explained(healths, addresses, reasons)
         self._link = chosen
         self.address = chosen.address
 
@@ -105,20 +113,29 @@ def _wait(link: Link, seconds: float) -> None:
     poller.poll(int(seconds * 1000))
 
 
-def _race(links: Sequence[Link]) -> tuple[Link | None, list[Health]]:
-    """The first link whose handshake succeeds; None, and how each stands, when none does."""
-    deadline = time.monotonic() + CONNECT_SECONDS
-    while True:
-        now = time.monotonic()
-        healths = []
+def _race(links: Sequence[Link], seconds: float) -> tuple[Link | None, dict[str, Health]]:
+    """The first link whose handshake succeeds, None when none does; and how each address stands.
+
+    The others are closed.
+    """
+    deadline = time.monotonic() + seconds
+    chosen: Link | None = None
+    healths: dict[str, Health] = {}
+    try:
+        while chosen is None:
+            now = time.monotonic()
+            for link in links:
+                link.receive()
+            healths = {link.address: link.health(now) for link in links}
+            chosen = next((k for k in links if healths[k.address].state == State.CONNECTED), None)
+            if now > deadline or all(_settled(health, now) for health in healths.values()):
+                break
+            time.sleep(0.02)
+    finally:
         for link in links:
-            link.receive()
-            healths.append(link.health(now))
-            if healths[-1].state == State.CONNECTED:
-                return link, healths
-        if now > deadline or all(_settled(health, now) for health in healths):
-            return None, healths
-        time.sleep(0.02)
+            if link is not chosen:
+                link.close(farewell=False)
+    return chosen, healths
 
 
 def _settled(health: Health, now: float) -> bool:
@@ -127,15 +144,18 @@ def _settled(health: Health, now: float) -> bool:
     return (health.hopeless or health.state == State.UNREACHABLE) and now - health.since > SETTLED_SECONDS
 
 
-def _explained(healths: Sequence[Health], addresses: Sequence[str], nameless: dict[str, str]) -> ContactError:
-    """What says most. A handshake that was cut is a wrong key only where somebody speaks our language."""
-    rest = [address for address in addresses if address not in nameless]
-    for health in healths:
+def _require_admission(healths: Mapping[str, Health]) -> None:
+    for health in healths.values():
         if health.state == State.REFUSED:
-            return NotAdmitted(health.sentence)
-    reasons = nameless | reach.obstacles(rest, EXPLAIN_SECONDS)
-    for address, health in zip(rest, healths, strict=True):
-        if health.state in (State.WRONG_KEY, State.FOREIGN) and address not in reasons:
+            raise NotAdmitted(health.sentence)
+
+
+def _explained(
+    healths: Mapping[str, Health], addresses: Sequence[str], reasons: Mapping[str, str]
+) -> ContactError:
+    """What says most. A handshake that was cut is a wrong key only where somebody speaks our language."""
+    for address, health in healths.items():
+        if health.hopeless and address not in reasons:
             return ContactError(health.sentence)
     told = [f"{a}: {reasons.get(a, 'the handshake does not come to its end')}" for a in addresses]
     return Unreachable("the coordinator cannot be reached. " + "; ".join(told))

@@ -7,14 +7,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from coordinator.blobs import Shelf
-from esnode import fetch, join, joined, notebook, policy
+from esnode import fetch, join, joined, notebook, policy, reach
 from esnode.contact import Contact
 from protocol import keys
 from protocol.errors import UserError
@@ -22,6 +22,7 @@ from protocol.ledger import LedgerFile
 from protocol.messages import BLOB_PART, BlobAsk, Enrol, Enrolled, Message, Refuse
 from tests import bench
 from tests.doorman import ONE_TIME, SERVER, Doorman
+from tests.relay import Relay
 from tests.rude import Manners, Port, answer_as_web_server, end_in_the_handshake, hang_up, hear_and_hang_up
 from tests.runs import toy_lock
 
@@ -203,6 +204,43 @@ def test_what_else_may_listen_is_not_called_a_wrong_key(
 ) -> None:
     with Port(manners) as port:
         assert words in told(invite=coordinator.invite(LOCK.run_id, f"tcp://127.0.0.1:{port.number}"))
+
+
+def test_a_coordinator_that_begins_to_listen_while_the_reason_is_looked_for(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its port is closed while connections are tried, and open when it is asked why: it is tried again."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    look = reach.obstacles
+
+    def late(addresses: Sequence[str], patience: float) -> dict[str, str]:
+        Relay(coordinator.address, listen=address)
+        return look(addresses, patience)
+
+    monkeypatch.setattr(reach, "obstacles", late)
+    began = time.monotonic()
+    ready = join.prepare(
+        join.Request(invite=coordinator.invite(LOCK.run_id, address), name="a"), lambda line: None
+    )
+    assert time.monotonic() - began < IN_TIME
+    note = joined.read(ready.folder)
+    assert note is not None and note.addresses == (address,)
+
+
+def test_a_port_that_greets_and_says_no_more(coordinator: Coordinator) -> None:
+    """What is tried twice is told in time, too."""
+    lines = []
+
+    def greet(_: socket.socket, line: socket.socket) -> None:
+        lines.append(line)
+        line.sendall(b"\xff" + bytes(8) + b"\x7f")
+
+    with Port(greet) as port:
+        sentence = told(invite=coordinator.invite(LOCK.run_id, f"tcp://127.0.0.1:{port.number}"))
+    assert "the handshake does not come to its end" in sentence and len(lines) > 2
+    for line in lines:
+        line.close()
 
 
 def test_a_firewall_that_drops_packets(coordinator: Coordinator) -> None:
