@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from math import fsum, log1p, sqrt
+from operator import add
 
 import msgspec
 
@@ -66,8 +67,7 @@ class Sums(msgspec.Struct, frozen=True):
     other: float = 0.0  # and those that were not
 
     def __add__(self, more: Sums) -> Sums:
-        rows = zip(self.__struct_fields__, msgspec.structs.astuple(self), strict=True)
-        return Sums(**{name: value + getattr(more, name) for name, value in rows})
+        return Sums(*map(add, msgspec.structs.astuple(self), msgspec.structs.astuple(more)))
 
     @property
     def turned(self) -> Sums:
@@ -275,8 +275,7 @@ def bias(rows: Mapping[bytes, Sums]) -> str:
     Two nodes that differ say nothing about which of them is wrong: the evidence must stand, at a lower
     level, without the partner that speaks most against it.
     """
-    whole = total(rows.values())
-    if whole.excess <= 0 or len(rows) < 2:
+    if len(rows) < 2 or (whole := total(rows.values())).excess <= 0:
         return ""
     sign = 1 if whole.d > 0 else -1
     worst = max(rows, key=lambda key: sign * rows[key].d)
@@ -323,9 +322,9 @@ def rates(evidence: Evidence, node: bytes, out: Collection[bytes]) -> tuple[floa
 
 def contradiction(rows: Mapping[bytes, Sums]) -> str:
     """Why a node fails the contradiction test; "" when it does not."""
-    whole = total(rows.values())
     if len(rows) < 2:
         return ""
+    whole = total(rows.values())
     for nats, hits, word, prompts in (("up", "over", "high", "low"), ("down", "under", "low", "high")):
         against = getattr(whole, nats)
         if against > NATS and against - max(getattr(row, nats) for row in rows.values()) > GUARD_NATS:

@@ -13,6 +13,7 @@ import hashlib
 import math
 import struct
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -20,13 +21,14 @@ from msgspec.structs import replace
 
 from coordinator import audit, membership
 from coordinator.cases import Case, Half
+from coordinator.cells import MEMBER
 from coordinator.claims import there
 from coordinator.events import Audited
 from coordinator.membership import READY
 from coordinator.state import State, admit_evidence
 from coordinator.turn import Turn
 from protocol.lock import Lock
-from protocol.messages import Ack, Evidence, EvidenceAsk, Kind, Message, Result, Unit
+from protocol.messages import Ack, Evidence, EvidenceAsk, Message, Result, Unit
 
 SMALL_POOL = 16  # nodes up to which every result may look at all of them for a second node
 LONGEST_WAIT = 60.0  # seconds a complete round waits at most for a second result
@@ -39,7 +41,7 @@ PATIENCE = 30.0  # seconds without an answer, after which an audit is judged wit
 def on_result(turn: Turn, peer: bytes, result: Result) -> None:
     """A first result was taken in: it may be audited, or serve as a reference of those that are."""
     share = turn.ops.audit_share
-    if not share or not turn.secret or result.unit.kind != Kind.MEMBER:
+    if not share or not turn.secret or result.unit.kind != MEMBER:
         return
     audits, half = turn.own_audits(), _half(turn, peer, result)
     audits.remember(half)
@@ -56,9 +58,15 @@ def _half(turn: Turn, peer: bytes, result: Result) -> Half:
 
 
 def _chosen(turn: Turn, unit: Unit, share: float) -> bool:
-    words = struct.pack("<QQQ", unit.round, unit.member, unit.first)
-    drawn = hashlib.blake2b(words, key=turn.secret, digest_size=8).digest()
-    return int.from_bytes(drawn, "little") < share * 2**64
+    drawn = _keyed(turn.secret).copy()
+    drawn.update(struct.pack("<QQQ", unit.round, unit.member, unit.first))
+    return int.from_bytes(drawn.digest(), "little") < share * 2**64
+
+
+@lru_cache(maxsize=1)
+def _keyed(secret: bytes) -> hashlib.blake2b:
+    """The hash that has only taken its key in, which is half of the work; to be copied."""
+    return hashlib.blake2b(key=secret, digest_size=8)
 
 
 def give_out(turn: Turn, keys: Sequence[bytes] | None = None) -> None:

@@ -111,8 +111,8 @@ class Audits(msgspec.Struct):
     def remember(self, half: Half) -> None:
         """A first result: it may serve as a reference."""
         at = (half.unit.first, half.unit.last)
-        self.recent[at] = (*self.recent.get(at, ()), half)[-RECENT:]
-        self.own[half.key] = (*self.own.get(half.key, ()), half)[-OWN:]
+        self.recent[at] = (*self.recent.get(at, ())[1 - RECENT :], half)
+        self.own[half.key] = (*self.own.get(half.key, ())[1 - OWN :], half)
 
     def begin(self, case: Case) -> None:
         """One more, which gets the next number."""

@@ -49,11 +49,12 @@ def observe(turn: Turn, key: bytes, commits: int, digest: int) -> None:
                 known=f"{known:016x}",
             )
         return
-    if (before := turn.proof.words.get(key, digest)) != digest:  # one of the two was wrong
-        _blame(turn, key, commits, f"it said digest {before:016x} of one state and then another")
-    if not turn.proof.words:
-        turn.set(proof=replace(turn.proof, since=turn.now))
-    if turn.proof.words.get(key) != digest:
+    before = turn.proof.words.get(key)
+    if before != digest:
+        if before is not None:  # one of the two was wrong
+            _blame(turn, key, commits, f"it said digest {before:016x} of one state and then another")
+        if not turn.proof.words:
+            turn.set(proof=replace(turn.proof, since=turn.now))
         turn.told().words[key] = digest
     if turn.digest == digest and turn.proof.dispute is None:
         return  # one more who says what is settled: nothing to look through a thousand words for

@@ -16,6 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from coordinator import membership
+from coordinator.cells import MEMBER
 from coordinator.membership import SUSPECT_AFTER, Lease, Node, median_pace
 from coordinator.rounds import NOBODY, Cells, Round
 from protocol.lock import Lock
@@ -76,12 +77,12 @@ def next_unit(
         if unit is not None:
             return unit, "its slice of every member"
         reason = "its own slice is done everywhere, it helps with others"
-    unit = _first_free(round, node, others, width, 0, lock.chunk_count(Kind.MEMBER) - 1)
+    unit = _first_free(round, node, others, width)
     return unit, reason if unit else "what is left failed here and waits for another node"
 
 
 def _first_free(
-    round: Round, node: Node, others: Sequence[int], width: int, low: int, high: int
+    round: Round, node: Node, others: Sequence[int], width: int, low: int = 0, high: int | None = None
 ) -> Unit | None:
     """The first free chunks between `low` and `high` of any member that is not spared this node."""
     for member in range(round.cursor, len(round.members)):
@@ -89,7 +90,7 @@ def _first_free(
         if cells.free and not _spared(cells, node, others):
             found = _free_run(cells, width, low, high)
             if found is not None:
-                return Unit(round.number, Kind.MEMBER, member, *found)
+                return Unit(round.number, MEMBER, member, *found)
     return None
 
 
@@ -99,7 +100,7 @@ def _width(round: Round, lock: Lock, node: Node, pool: Pool) -> tuple[int, str]:
     The share is a lane's, by speed, so that nobody begins a long unit just before the others are done. Where
     batches change answers a member is only split when there are more nodes than members.
     """
-    whole = lock.chunk_count(Kind.MEMBER)
+    whole = lock.chunk_count(MEMBER)
     columns = pool.columns if pool.round == round.number else {}
     if columns:
         low, high = pool.column(round, node) or next(iter(columns.values()))
@@ -145,7 +146,7 @@ def held(round: Round, node: Node) -> int:
     """Chunks of the open round's members that this node has measured or holds."""
     number = NOBODY - 1 if node.number is None else node.number
     done = sum(cells.evaluators.count(number) for cells in round.members)
-    leased = (lease.unit for lease in node.leases if lease.unit.kind == Kind.MEMBER)
+    leased = (lease.unit for lease in node.leases if lease.unit.kind == MEMBER)
     return done + sum(_chunks(unit) for unit in leased)
 
 
@@ -206,9 +207,10 @@ def tail(nodes: Iterable[Node], now: float) -> Tail:
 
 def _work_of(node: Node, usual: float | None, now: float) -> Iterator[Outstanding]:
     running = membership.running(node)
-    free = sorted(_left(node, lease, usual, now) for lease in running)  # when each lane should be
-    for lease in running:
-        yield Outstanding(node, lease, 0.0, _left(node, lease, usual, now), False)
+    free = [_left(node, lease, usual, now) for lease in running]  # when each lane should be
+    for lease, end in zip(running, free, strict=True):
+        yield Outstanding(node, lease, 0.0, end, False)
+    free.sort()
     for lease in node.leases[len(running) :]:
         begin = free.pop(0)
         end = begin + _pace(node, usual) * _chunks(lease.unit)
@@ -309,7 +311,7 @@ def _share(
     """
     n, mine, theirs, end = _chunks(unit), _pace(idle, usual), _pace(row.victim, usual), row.end
     take = n
-    if lock.repeatable and unit.kind == Kind.MEMBER and end != float("inf"):
+    if lock.repeatable and unit.kind == MEMBER and end != float("inf"):
         take = max(1, min(n, int(end / (mine + theirs) + 0.5)))
     rest = row.begin + theirs * (n - take) if take < n else 0.0
     if max(rest, mine * take) >= end:

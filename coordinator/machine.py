@@ -227,7 +227,7 @@ def _on_message(turn: Turn, peer: bytes, message: Message) -> None:
         return turn.send(peer, Bye(f"{roster.REVOKED}: {turn.guests.revoked[peer]}"))
     if isinstance(message, Hello):
         return _on_hello(turn, peer, message)
-    if peer not in turn.allowed:
+    if peer not in turn.guests.allowed:
         return _refuse(turn, peer, "a stranger", "this key is not on the coordinator's list")
     if isinstance(message, Entries):
         return _on_entries(turn, peer, message)

@@ -6,14 +6,17 @@ Pure. Every decision is a function that returns the verdict and the reason in wo
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import msgspec
 from msgspec.structs import replace
 
+from coordinator.cells import MEMBER
 from protocol.chain import Chain
 from protocol.counting import rounds
 from protocol.entries import EntryKind
 from protocol.lock import Lock
-from protocol.messages import WIRE_VERSION, Hello, Kind, Unit
+from protocol.messages import WIRE_VERSION, Hello, Unit
 
 SUSPECT_AFTER = 6.0  # seconds of silence: three missed heartbeats
 LOST_AFTER = 15.0  # a lease ends
@@ -175,7 +178,12 @@ def standing(node: Node, round: int, now: float) -> tuple[str, str]:
         return BEHIND, f"it has applied {node.applied} of {rounds(round)}"
     if node.stalled:
         return STALLED, f"member {node.stalled[0].member} stands still at {node.stalled[1] / 10:.0f}%"
-    return READY, f"after {rounds(node.applied)}"
+    return READY, _after(node.applied)
+
+
+@lru_cache(maxsize=16)  # every result asks how its node stands
+def _after(count: int) -> str:
+    return f"after {rounds(count)}"
 
 
 def alive(node: Node, now: float) -> bool:
@@ -237,7 +245,7 @@ def without(leases: tuple[Lease, ...], unit: Unit) -> tuple[Lease | None, tuple[
 def pace_after(node: Node, lease: Lease, now: float) -> float | None:
     """The node's pace after it finished a lease. Only whole observations of members count."""
     pace = node.pace
-    if lease.sent and lease.began is not None and lease.unit.kind == Kind.MEMBER:
+    if lease.sent and lease.began is not None and lease.unit.kind == MEMBER:
         seconds = (now - lease.began) / (lease.unit.last - lease.unit.first + 1)
         pace = seconds if pace is None else (1 - PACE_WEIGHT) * pace + PACE_WEIGHT * seconds
     return pace

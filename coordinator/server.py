@@ -200,26 +200,27 @@ class Server:
         records = [effect.record for effects in caused for effect in effects if isinstance(effect, Persist)]
         self._journal.append(records)
         self._state = state
-        raws = entries_of(records)
-        self._ledger = heir.extend(self._ledger, records)
+        rare = [record for record in records if not isinstance(record, ResultAccepted)]
+        self._ledger = heir.extend(self._ledger, rare)
         for event, effects in zip(events, caused, strict=True):
             self._perform(event, effects)
         self._gate.flush()
         self._outputs.flush()
         if self._state.guests is not self._gate.guests:  # now: whoever was put out has been told
             self._gate.admit(self._state.guests)
-        for raw in raws:
+        for raw in entries_of(rare):
             self._prune(raw)
 
     def _perform(self, event: Event, effects: Sequence[Effect]) -> None:
         sizes: dict[str, int] = {}
         for effect in effects:
             if isinstance(effect, Send):
-                size = self._gate.send(effect.peer, effect.message)
-                if isinstance(effect.message, Ack):
+                message = effect.message
+                size = self._gate.send(effect.peer, message)
+                if isinstance(message, Ack):
                     sizes["Ack"] = size  # its line is not written yet
-                elif isinstance(effect.message, Assign):
-                    self._assigned[effect.peer, effect.message.unit] = size
+                elif isinstance(message, Assign):
+                    self._assigned[effect.peer, message.unit] = size
             elif isinstance(effect, Persist):
                 if isinstance(effect.record, ResultAccepted) and isinstance(event, Received):
                     assigned = self._assigned.pop((event.peer, effect.record.result.unit), 0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from msgspec.structs import replace
 
@@ -183,13 +183,13 @@ def close(turn: Turn) -> None:
             if not round.probe.complete or turn.signable is None:
                 return
             turn.append(rounds.score_body(turn.lock, round))
+        elif round.unsettled and turn.ops.quorum >= 1:
+            return
         elif round.final:
             if turn.signable is None:
                 return
             turn.append(EndBody(f"{counted(round.number)} done"))
             turn.set(ending=turn.now)
-        elif round.unsettled and turn.ops.quorum >= 1:
-            return
         elif not round.unsettled and (turn.signable is None or auditing.holds(turn)):
             return  # complete: nothing of it is looked through before its time
         else:
@@ -217,26 +217,33 @@ def _closing(turn: Turn) -> tuple[rounds.Closing | None, str]:
 # ---------------------------------------------------------------- handing out
 
 
-def assign(turn: Turn, keys: Iterable[bytes] | None = None) -> None:
+def assign(turn: Turn, keys: Collection[bytes] | None = None) -> None:
     """Give these nodes (all by default) what they can take: a unit per lane, a waiting one, then the tail."""
     if turn.over:
         return
+    if keys is not None and len(keys) == 1:
+        return _assign_one(turn, *keys)
     chosen = [key for key in (turn.nodes if keys is None else dict.fromkeys(keys)) if _may_work(turn, key)]
-    if len(chosen) > 1:
-        chosen.sort(key=lambda key: turn.nodes[key].number or 0)
+    chosen.sort(key=lambda key: turn.nodes[key].number or 0)
     if keys is None:
         turn.set(pool=_look_at_pool(turn, [turn.nodes[key] for key in chosen]))
     _feed(turn, chosen)
     _help_out(turn, [key for key in chosen if len(turn.nodes[key].leases) < turn.nodes[key].hello.lanes])
 
 
+def _assign_one(turn: Turn, key: bytes) -> None:
+    """`assign` for a node by itself, as after nearly every result."""
+    if not _may_work(turn, key):
+        return
+    lanes = turn.nodes[key].hello.lanes
+    while len(turn.nodes[key].leases) <= lanes and _give_next(turn, key):
+        pass
+    if len(turn.nodes[key].leases) < lanes:
+        _help_out(turn, [key])
+
+
 def _feed(turn: Turn, hungry: list[bytes]) -> None:
     """Fresh work in turns, first for every lane, so that a unit waits at no node while a lane is idle."""
-    if len(hungry) == 1:
-        depth = membership.depth(turn.nodes[hungry[0]])
-        while len(turn.nodes[hungry[0]].leases) < depth and _give_next(turn, hungry[0]):
-            pass
-        return
     lanes = {key: turn.nodes[key].hello.lanes for key in hungry}
     for depth in range(1, max(lanes.values(), default=0) + 1):
         hungry = [
@@ -274,7 +281,7 @@ def _give_next(turn: Turn, key: bytes) -> bool:
     if unit is not None:
         turn.give(key, unit, why)
     elif not node.leases and node.why != why:
-        turn.set_node(replace(node, why=why))
+        turn.own(key).why = why
     return unit is not None
 
 
