@@ -55,8 +55,9 @@ def write(reader: Reader, lock: Lock, folder: str | Path, to: str | Path) -> Pat
     partial: Path | None = None
     try:
         to.parent.mkdir(parents=True, exist_ok=True)
-        _require_room(to.parent, sum(size for shard in plan for _, size in shard))
         partial = Path(tempfile.mkdtemp(prefix=f".{to.name}-", dir=to.parent))
+        # After it, as /proc and /sys, which take no folder, have no room either.
+        _require_room(partial, sum(size for shard in plan for _, size in shard))
         _copy_texts(base, partial, lock.live_dtype)
         _write_weights(reader, lock, files, plan, partial)
         partial.chmod(0o755)
@@ -76,6 +77,8 @@ def _reason(error: OSError, to: Path) -> str:
         return f"{to} could not be written: the disk is full. Make room or name a folder on another disk."
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return f"{to} could not be written: {to.parent} is read-only. Name another folder."
+    if error.errno == errno.ENOENT:
+        return f"{to} could not be written: nothing can be made in {to.parent}. Name another folder."
     if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
         return f"{to} could not be written: something else is at {to} or {to.parent}. Name another folder."
     return f"{to} could not be written: {error.strerror or error}."

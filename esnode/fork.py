@@ -34,11 +34,11 @@ def fork(
     wanted = planfile.read_plan(plan_path)
     rebuilt = rebuild.at(parent, round, base, runnable=False, tell=tell)
     wanted = plan.changed(wanted, model=models.settled(base) if base else parent.lock.model)
-    state = Parent(
-        parent.lock.run_id.hex(), rebuilt.round, _closing_hash(parent, rebuilt.round), rebuilt.digest
-    )
+    done = rebuilt.round
+    state = Parent(parent.lock.run_id.hex(), done, _closing_hash(parent, done), rebuilt.digest)
+    del rebuilt  # the weights: hashing wants room too
     lock, data, _ = locking.resolve(wanted, trusted=[begin.own_key()], parent=state, progress=tell, code=code)
-    place = folder.create(out or _default(parent, rebuilt.round))
+    place = folder.create(out or _default(parent, done))
     _copy_ledgers(parent, place)
     write_file(place.task, data)
     write_file(place.lock, lock.to_bytes())

@@ -12,6 +12,7 @@ from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
+from esnode import memory
 from protocol.errors import UserError, first_line
 
 STRAY_CONFIG = ("_model_name_or_path",)
@@ -27,10 +28,11 @@ class ConversionError(UserError):
 def convert(source: Path, folder: Path) -> None:
     """Write the model of a GGUF file into an existing empty folder.
 
-    ConversionError when a package is missing, the file is damaged or its architecture is unknown; OSError as
-    it comes.
+    ConversionError when a package is missing, the file is damaged or its architecture is unknown, MemoryShort
+    when its weights do not fit as float32; OSError as it comes.
     """
     fields = _fields(source)
+    memory.require_bare(4 * fields["weights"], f"unpacking {source.name}")
     _write(source, folder, fields.get("general.architecture", ""))
     _edit(folder / "config.json", STRAY_CONFIG)
     _edit(folder / "tokenizer_config.json", STRAY_TOKENIZER)
@@ -39,7 +41,7 @@ def convert(source: Path, folder: Path) -> None:
 
 
 def _fields(source: Path) -> dict[str, Any]:
-    """The two header fields that matter here, as text."""
+    """The two header fields that matter here, as text, and the number of `weights`."""
     try:
         from gguf import GGUFReader
     except ImportError:
@@ -51,7 +53,8 @@ def _fields(source: Path) -> dict[str, Any]:
     except (ValueError, KeyError, IndexError) as error:
         raise ConversionError(f"{source} is not a readable GGUF file ({error}).") from None
     wanted = ("general.architecture", "tokenizer.ggml.pre")
-    return {name: reader.fields[name].contents() for name in wanted if name in reader.fields}
+    found = {name: reader.fields[name].contents() for name in wanted if name in reader.fields}
+    return found | {"weights": sum(int(tensor.n_elements) for tensor in reader.tensors)}
 
 
 def _write(source: Path, folder: Path, architecture: str) -> None:

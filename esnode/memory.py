@@ -1,7 +1,7 @@
 """How much memory there is, and whether a replica fits: told before anything is allocated.
 
-Called by the engines' loaders, `placement.py`, `hostmaster.py`, `fleet.py` and `gpugroups.py`. Linux: /proc
-and cgroup limits; elsewhere unknown.
+Called by the engines' loaders, `rebuild.py`, `gguf_conversion.py`, `placement.py`, `hostmaster.py`,
+`fleet.py` and `gpugroups.py`. Linux: /proc and cgroup limits; elsewhere unknown.
 """
 
 from __future__ import annotations
@@ -88,6 +88,20 @@ def require(plan: MemoryPlan, model: str) -> None:
             f"weights {gb(plan.live)}, work {gb(plan.other)}) and {gb(plan.available)} are free. Use a "
             f'smaller model, master = "bfloat16", or train fewer tensors ([run.train]).{host}'
         )
+
+
+def require_bare(size: int, what: str) -> int:
+    """The bytes that are free; MemoryShort when weights of `size` bytes, without a model, do not fit.
+
+    Nothing in a plan could help: what is rebuilt or converted is there already.
+    """
+    free = available()
+    if size > free:
+        raise MemoryShort(
+            f"{what} needs {gb(size)} of memory and {gb(free)} are free. Free some, or do it on a machine "
+            "with more."
+        )
+    return free
 
 
 def words(plan: MemoryPlan) -> str:

@@ -7,6 +7,7 @@ loads it only then. Called by `finish.py`, `fork.py`, `evaluate.py`, `standing.p
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -163,7 +164,8 @@ def at(
     gives an engine to generate with; without it only the weights are held, which is faster. `threads`: CPU
     threads, None for torch's setting; `backend`: a kernel of `esnode.kernels`, None for the best here;
     `tell`: told of each step. Raises DamagedLedger (only when no round is named), NoSuchRound,
-    manifest.WrongBase, replay.WrongWeights, and what loading a model may raise, all of them UserError.
+    manifest.WrongBase, replay.WrongWeights, memory.MemoryShort, and what loading a model may raise, all of
+    them UserError.
     """
     opened = ledger if isinstance(ledger, Ledger) else open_ledger(ledger)
     damage = damage_of(opened)
@@ -192,12 +194,14 @@ def start(
     from esnode import models
 
     began = time.monotonic()
-    tell("loading the base model", 0, 1)
-    lock = ledger.lock
+    lock, loading = ledger.lock, "loading the base model"
+    tell(loading, 0, 1)
     model = models.resolve(base) if base else models.find_by_base(lock.base, lock.model)
+    if not runnable:  # an engine asks by itself
+        tell(_memory(lock), 1, 1)
     load = _engine if runnable else _state
     weights = load(lock, model.path, threads, backend)
-    tell("loading the base model", 1, 1)
+    tell(loading, 1, 1)
     for number, (chain, upto) in enumerate(ancestry.ancestors(lock, ledger.parents), start=1):
         tell("replaying the parents", number - 1, number)
         weights.replay(chain, upto)
@@ -205,6 +209,17 @@ def start(
     digest = weights.digest()
     _require_start(lock, digest, model)
     return Rebuilt(weights, ledger, model, 0, digest, 0, time.monotonic() - began, 0.0)
+
+
+def _memory(lock: Lock) -> str:
+    """What the master of a bare state takes, in words; MemoryShort when it does not fit."""
+    from esnode import memory
+
+    sizes = [(math.prod(spec.shape), spec.trained) for spec in lock.manifest]
+    master = sum(size for size, trained in sizes if trained) * (4 if lock.master == "float32" else 2)
+    needed = master + 4 * max(size for size, _ in sizes)  # the tensor that is being read, as float32
+    free = memory.require_bare(needed, f"the master of {lock.model}")
+    return f"memory: {memory.gb(needed)} needed, {memory.gb(free)} free"
 
 
 def _engine(lock: Lock, folder: Path, threads: int | None, backend: str | None) -> Weights:

@@ -150,6 +150,13 @@ def test_a_read_only_place(small: Any, tmp_path: Path, monkeypatch: pytest.Monke
         export.write(*small, tmp_path / "out")
 
 
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc here")
+@pytest.mark.parametrize("place", ["/proc/model", "/sys/model"])
+def test_a_file_system_without_room_that_takes_no_folder_is_not_full(small: Any, place: str) -> None:
+    with pytest.raises(export.ExportError, match=r"nothing can be made|read-only"):
+        export.write(*small, place)
+
+
 def test_an_interrupt_leaves_nothing(small: Any, tmp_path: Path) -> None:
     state, run, folder = small
 

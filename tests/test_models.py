@@ -165,6 +165,9 @@ def test_a_gguf_of_an_unknown_architecture(tmp_path: Path, monkeypatch: pytest.M
     writer.close()
     with pytest.raises(models.UserError, match=r"new\.gguf .*'tomorrow'.* cannot be converted"):
         models.resolve(str(tmp_path / "new.gguf"))
+    monkeypatch.setattr("esnode.memory.available", lambda: 4 * 16 - 1)
+    with pytest.raises(models.UserError, match=r"unpacking new\.gguf needs 0\.0 GB of memory"):
+        models.resolve(str(tmp_path / "new.gguf"))
 
 
 def test_two_at_once_convert_once(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 import click
 import pytest
 
+from esnode import memory, rebuild
 from esnode.cli import main as front
 from esnode.cli import options
 from esnode.template import template
@@ -97,6 +100,12 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
     return int(exit.value.code or 0), capsys.readouterr().err
 
 
+def filled(words: str, case: Case) -> list[str]:
+    """The words of a command with what is sound put in."""
+    sound = {"PLAN": case.path.parent.parent / "plan.toml", "RUN": case.path.parent, "MODEL": case.model}
+    return [str(sound.get(word, word)) for word in words.split()]
+
+
 def is_path(option: click.Parameter) -> bool:
     return isinstance(option.type, click.Path)
 
@@ -111,9 +120,7 @@ def test_every_path_of_every_command_is_tried() -> None:
 def test_a_place_that_will_not_do_is_refused_in_words(
     name: str, shape: str, case: Case, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sound = {"PLAN": case.path.parent.parent / "plan.toml", "RUN": case.path.parent, "MODEL": case.model}
-    words = [str(sound.get(word, word.replace("@", shape))) for word in PLACES[name].split()]
-    code, err = said(capsys, *words)
+    code, err = said(capsys, *filled(PLACES[name].replace("@", shape), case))
     assert code in (0, 1, 2) and "Traceback" not in err, err  # 0: nothing hinders a folder in a new one
     assert code == 0 or err.splitlines()[-1 - (code == 2)].startswith("esnode: "), err
     assert (here / "file").read_text() == (here / "folder" / "mine").read_text() == "precious"
@@ -150,6 +157,53 @@ def test_only_places_that_were_named_are_the_users_to_mend(monkeypatch: pytest.M
     assert front.explain(OSError(errno.ENOENT, ""), ("/a",)) is None
     monkeypatch.setenv("ESNODE_CONFIG", "/conf")
     assert of(errno.ENOTDIR, "/conf/signing.key")
+
+
+# ---------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "verify RUN --base MODEL",
+        "export RUN --base MODEL --to new",
+        "fork RUN --round 1 --base MODEL --plan PLAN --out new",
+        "evaluate RUN --base MODEL --task short-answers",
+        "evaluate MODEL --task short-answers",
+        "bench node --plan PLAN",
+    ],
+)
+def test_what_holds_a_whole_model_asks_for_memory_first(
+    words: str, case: Case, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loaded(*_: object) -> None:
+        raise AssertionError("a tensor was read into the master")
+
+    monkeypatch.setattr("esnode.memory.available", lambda *_: 1000)
+    monkeypatch.setattr("esnode.state.master_of", loaded)
+    code, err = said(capsys, *filled(words, case))
+    assert code == 1 and re.search(r"needs 0\.\d GB of memory", err.splitlines()[-1]), err
+    assert not (here / "new").exists()
+
+
+def test_memory_is_told_before_it_is_taken(case: Case) -> None:
+    heard: list[str] = []
+    rebuild.at(
+        case.path, base=str(case.model), runnable=False, tell=lambda what, done, total: heard.append(what)
+    )
+    place = next(place for place, what in enumerate(heard) if what.startswith("memory: 0.0 GB needed"))
+    assert heard[:place] == ["loading the base model"]
+
+
+def test_a_bare_state_needs_its_master_and_one_tensor(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loaded where just that is free, refused where it is a byte less."""
+    sizes = [(math.prod(spec.shape), spec.trained) for spec in case.lock.manifest]
+    needed = 4 * sum(size for size, trained in sizes if trained) + 4 * max(sizes)[0]
+    monkeypatch.setattr("esnode.memory.available", lambda *_: needed)
+    assert rebuild.at(case.path, 0, str(case.model), runnable=False).round == 0
+    monkeypatch.setattr("esnode.memory.available", lambda *_: needed - 1)
+    with pytest.raises(memory.MemoryShort, match="on a machine with more"):
+        rebuild.at(case.path, 0, str(case.model), runnable=False)
 
 
 # ---------------------------------------------------------------- numbers
