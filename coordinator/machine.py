@@ -43,7 +43,7 @@ from coordinator.events import (
 from coordinator.membership import Node
 from coordinator.picture import status
 from coordinator.state import State, new, recall
-from coordinator.succession import next_term
+from coordinator.terms import next_term
 from coordinator.turn import Turn
 from protocol.entries import LockBody, public_key
 from protocol.messages import (

@@ -1,26 +1,26 @@
-"""Terms, other histories of the run, and the successor of a lost coordinator (docs/succession.md).
+"""Other histories of the run, and the successor of a lost coordinator (docs/succession.md).
 
-Pure. Lives here: what a Hello says about terms and branches, the questions to a node whose ledger is none of
-mine, adopting what is ahead, sending back what is on a dead branch, and how a successor begins. Each
-function takes the `Turn` of the step it is part of. Called by `machine.py`.
+Pure. Lives here: what a Hello says about branches (about terms: `terms.py`), the questions to a node whose
+ledger is none of mine, adopting what is ahead, sending back what is on a dead branch, and how a successor
+begins. Each function takes the `Turn` of the step it is part of. Called by `machine.py`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 from msgspec.structs import replace
 
-from coordinator import answers, membership
-from coordinator.events import EntryAppended, Recovery, Stop, TermSeen, TermTaken
+from coordinator import answers, membership, terms
+from coordinator.events import EntryAppended, Recovery
 from coordinator.lineage import Orphaned, Question
-from coordinator.state import State, adopt, recall
+from coordinator.state import State, adopt
+from coordinator.terms import UNCLEAR, Place
 from coordinator.turn import Turn
 from protocol.chain import BrokenChain, Chain
 from protocol.entries import GENESIS, EntryKind, MalformedEntry, parse, public_key, signed_by
 from protocol.messages import Commit, Entries, Fetch, Hello, Rehello, Return
-from protocol.terms import Claim, common, read_proof, signed_twice, stronger
+from protocol.terms import Claim, common, signed_twice, stronger
 
 FORCED_AFTER = 10.0  # seconds a forced successor gives nodes to show what they hold
 SETTLED_AFTER = 3.0  # a successor gives all that are about to connect a moment
@@ -31,27 +31,11 @@ ASK_COUNT = 256
 KEPT_ORPHANED = 50
 
 
-class Place(msgspec.Struct, frozen=True):
-    """Where a node's ledger stands. `astray`: entries it shares with mine before it leaves it; None: all."""
-
-    ok: bool
-    reason: str  # "" for a node that is neither welcome nor refused yet
-    astray: int | None = None
-
-
-UNCLEAR = Place(False, "")
-
-
-def next_term(state: State) -> int:
-    """A number above any this coordinator has seen."""
-    return max(state.term, state.chain.term, state.lineage.seen) + 1
-
-
 def begin(turn: Turn, how: str) -> None:
     """At the start of a process: a successor begins to wait, or goes on waiting. `how`: "wait" or "force"."""
     lineage = turn.lineage
     if how and not lineage.waiting and not lineage.began:
-        _record(turn, Recovery(False, turn.chain.height, turn.chain.signer))
+        terms.record(turn, Recovery(False, turn.chain.height, turn.chain.signer))
     if turn.lineage.waiting:
         _set(turn, force=how == "force", since=turn.now)
         turn.note("succession", what="waits", reason=answers.answered(turn.state).reason)
@@ -63,7 +47,7 @@ def begin(turn: Turn, how: str) -> None:
 def place(turn: Turn, peer: bytes, name: str, hello: Hello) -> Place:
     """Whether a node's terms and ledger go with mine, after adopting what is ahead."""
     branch = turn.lineage.branches.get(peer)
-    heeded = _heed_term(turn, name, hello, branch)
+    heeded = terms.heed(turn, name, hello, branch)
     if heeded is not None:
         return heeded
     answers.hear(turn, peer, hello)
@@ -83,57 +67,6 @@ def place(turn: Turn, peer: bytes, name: str, hello: Hello) -> Place:
 def holds(chain: Chain, height: int, tip: bytes) -> bool:
     """Whether the first `height` entries end with this hash (or its beginning)."""
     return height == 0 or (height <= chain.height and chain.entries[height - 1].hash.startswith(tip))
-
-
-def _heed_term(turn: Turn, name: str, hello: Hello, branch: Chain | None) -> Place | None:
-    """None when the highest term this node answered lies below mine, is mine, or mine now lies above it."""
-    state, chain = turn.state, turn.chain
-    if hello.term < state.term:
-        return None
-    claim = read_proof(state.lock.run_id, hello.term, hello.proof)
-    mine = Claim(state.term, public_key(state.key), state.nonce)
-    if claim == mine:
-        return None
-    trusted = {*chain.trusted, *(branch.trusted if branch is not None else ())}
-    if claim is None or claim.key not in trusted:
-        if hello.height > chain.height and branch is None:
-            return None  # its ledger may tell why that key is trusted
-        return Place(
-            False,
-            f"this node has answered a coordinator of term {hello.term}, this one is of term {state.term}, "
-            "and it cannot prove that the run trusts that one",
-        )
-    if claim.key in (mine.key, _predecessor(state)):
-        _take_above(turn, claim.number)
-        return None
-    if claim.number == state.term == chain.term:
-        _take_above(turn, claim.number)  # I have signed in this term; that one has not, or both must stop
-        return None
-    _yield_to(turn, claim, name)
-    return UNCLEAR
-
-
-def _predecessor(state: State) -> bytes:
-    """Signing key of the coordinator this one comes after and whose later terms it takes over; b"": none."""
-    return state.chain.signer if state.lineage.waiting else state.lineage.before
-
-
-def _take_above(turn: Turn, number: int) -> None:
-    """Take a term above `number`: it was taken by an older or newer copy of my folder, or before me."""
-    turn.persist(record := TermTaken(number + 1, turn.state.nonce))
-    turn.state = recall(turn.state, record)
-    turn.note("succession", what="takes a term", term=number + 1, reason=f"term {number} was answered before")
-
-
-def _yield_to(turn: Turn, claim: Claim, name: str) -> None:
-    """Stop, without a Bye: the nodes go on looking for the other one."""
-    _record(turn, TermSeen(claim.number))
-    reason = (
-        f"another coordinator has taken {claim}: {name} answered it, this one is of term {turn.term}. "
-        "Let that one work; to take over from it, stop it and start this one again"
-    )
-    turn.effects.append(Stop(reason, 1))
-    turn.set(stopped=reason)
 
 
 # ---------------------------------------------------------------- what a node holds beyond mine
@@ -242,8 +175,8 @@ def _decided(turn: Turn, branch: Chain, shared: int) -> bool:
 def _extend(turn: Turn, peer: bytes, name: str, branch: Chain, shared: int) -> Place:
     """The node is ahead of me: adopt it, unless it was led on by a key that is neither mine nor before me."""
     signer = branch.signer
-    if signer not in (public_key(turn.state.key), _predecessor(turn.state)):
-        _yield_to(turn, Claim(branch.term, signer, branch.entries[-1].nonce), name)
+    if not terms.follows(turn, signer, branch.term):
+        terms.yield_to(turn, Claim(branch.term, signer, branch.entries[-1].nonce), name)
         return UNCLEAR
     _adopt(turn, name, branch, shared)
     forget(turn, peer)
@@ -253,7 +186,7 @@ def _extend(turn: Turn, peer: bytes, name: str, branch: Chain, shared: int) -> P
 def _adopt(turn: Turn, name: str, branch: Chain, start: int) -> None:
     """Take a node's entries from `start` on into my chain, dropping the open round if one closes it."""
     if branch.term >= turn.term:
-        _take_above(turn, branch.term)
+        terms.take_above(turn, branch.term, branch.signer)
     for height, entry in enumerate(branch.entries[start:], start):
         turn.persist(EntryAppended(height, entry.raw))
         turn.state = adopt(turn.state, entry)
@@ -289,7 +222,7 @@ def _weigh(turn: Turn, peer: bytes, name: str, branch: Chain, shared: int) -> Pl
     if shared < turn.chain.height:
         _name_orphans(turn, "the ledger held so far", turn.chain, shared)
         turn.state = replace(turn.state, nodes={})  # where they stand has to be found out again
-        _record(turn, Recovery(False, shared, turn.chain.signer))
+        terms.record(turn, Recovery(False, shared, turn.chain.signer))
     _adopt(turn, name, branch, shared)
     forget(turn, peer)
     return Place(True, "welcome")
@@ -305,7 +238,7 @@ def on_tick(turn: Turn) -> None:
     enough = verdict.ok or turn.chain.ended  # nobody works on behind an END: it is only told
     if not forced and (not enough or telling or waited < SETTLED_AFTER):
         return
-    _record(turn, Recovery(True, turn.chain.height, turn.chain.signer))
+    terms.record(turn, Recovery(True, turn.chain.height, turn.chain.signer))
     turn.round = replace(turn.round, opened=turn.now)
     if turn.chain.ended:
         turn.set(ending=turn.now)
@@ -362,11 +295,6 @@ def picture(state: State) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------- small parts
-
-
-def _record(turn: Turn, record: Recovery | TermSeen) -> None:
-    turn.persist(record)
-    turn.state = recall(turn.state, record)
 
 
 def _set(turn: Turn, **changes: Any) -> None:

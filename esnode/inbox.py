@@ -77,7 +77,9 @@ def _answers_term(turn: Turn, message: Welcome) -> bool:
         return True
     answered = read_proof(state.lock.run_id, state.term, state.term_proof)
     if answered not in (None, claim):
-        turn.note("link", reason=f"{claim} is refused: {answered} was answered, one of the two is a copy")
+        turn.note(
+            "link", reason=f"{claim} is refused: {answered} was answered, and a term has one coordinator"
+        )
         return False
     return True
 

@@ -16,6 +16,8 @@ from protocol.counting import rounds
 from protocol.entries import SIGNATURE, CommitBody, Entry, public_key, signed_by
 
 _DOMAIN = b"esnode term 1"
+_COPIED = "Two coordinators run as one (a copied data folder or key)"
+_APART = "Two coordinators of different keys took the same term, neither of which knew of the other"
 _KEY, NONCE = 32, 8
 PROOF = _KEY + NONCE + SIGNATURE  # bytes of a proof: signing key, start nonce, signature
 
@@ -92,8 +94,8 @@ def signed_twice(chain: Chain, entry: Entry) -> str:
         if other is not None:
             return (
                 f"term {entry.term} signed two histories after {rounds(entry.round)}: "
-                f"{_signature(held, mine)} and {_signature(entry, other)}. Two coordinators run as one "
-                "(a copied data folder or key); stop both, then recover from the ledger you keep"
+                f"{_signature(held, mine)} and {_signature(entry, other)}. "
+                f"{_COPIED if mine == other else _APART}; stop both, then recover from the ledger you keep"
             )
     return ""
 

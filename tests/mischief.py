@@ -181,6 +181,7 @@ def succession(world: World, rng: random.Random) -> None:
         _node(world, rng),
         force=rng.random() < 0.3,
         moving=rng.choice((1.0, 10.0)),
+        own=_owns_key(rng),
     )
 
 
@@ -191,14 +192,21 @@ def several_rulers(world: World, rng: random.Random) -> None:
     what = rng.choice(("two", "old", "clone", "sybils"))
     if what == "two":
         hows = [rng.choice(("wait", "wait", "force")) for _ in range(2)]
-        rulers.two_successors(world, at, [_node(world, rng) for _ in range(2)], hows, notices)
+        sources = [_node(world, rng) for _ in range(2)]
+        rulers.two_successors(world, at, sources, hows, notices, own=_owns_key(rng))
     elif what == "old":
-        rulers.old_one_returns(world, at, _node(world, rng), rng.uniform(at, notices), notices)
+        source, back = _node(world, rng), rng.uniform(at, notices)
+        rulers.old_one_returns(world, at, source, back, notices, own=_owns_key(rng))
     elif what == "clone":
         rulers.cloned_folder(world, at, notices)
     else:
         names = sorted(world.nodes)[-(2 * len(world.nodes) // 3) :] if len(world.nodes) > 2 else []
-        rulers.sybils(world, at, names, _node(world, rng))
+        rulers.sybils(world, at, names, _node(world, rng), own=_owns_key(rng))
+
+
+def _owns_key(rng: random.Random) -> bool:
+    """Whether the lost coordinator's signing key was copied. Drawn last: older dice stay as they were."""
+    return rng.random() < 0.3
 
 
 def pauses(world: World, rng: random.Random) -> None:

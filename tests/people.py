@@ -74,11 +74,19 @@ def newcomer(
 
 
 def recover(
-    world: World, at: float, source: str, *, name: str = "heir", force: bool = False, moving: float = 1.0
+    world: World,
+    at: float,
+    source: str,
+    *,
+    name: str = "heir",
+    force: bool = False,
+    moving: float = 1.0,
+    own: bool = False,
 ) -> None:
     """The coordinator's machine is lost; somebody starts a successor from a node's ledger file.
 
-    Nodes find it one after the other, within `moving` seconds (the name in their invite points there).
+    Nodes find it one after the other, within `moving` seconds (the name in their invite points there). `own`:
+    it signs with the lost coordinator's key, of which there was a copy.
     """
 
     def begin() -> None:
@@ -91,7 +99,7 @@ def recover(
         world.gone.add(old.name)
         world.checkers.journal_lost(name)
         world.excuse(*LOST_WITH_THE_JOURNAL)
-        heir = SimCoordinator(world, name, world.heir_key)
+        heir = SimCoordinator(world, name, world.signing_key if own else world.heir_key)
         heir.recover = "force" if force else "wait"
         heir.journal = [ce.EntryAppended(height, raw) for height, raw in enumerate(raws)]
         world.coordinator = world.coordinators[name] = heir

@@ -38,10 +38,10 @@ def rank(actor: SimCoordinator) -> tuple[int, int]:
 class Operator:
     """Sends nodes about, and decides at last who rules."""
 
-    def __init__(self, world: World, notices: float) -> None:
-        """`notices`: when he sees that there is more than one."""
+    def __init__(self, world: World, notices: float, own: bool = False) -> None:
+        """`notices`: when he sees that there is more than one. `own`: he has a copy of the first key."""
         self.world = world
-        self.keys = list(KEYS)
+        self.keys = [world.signing_key] * own + list(KEYS)
         self.ruler: SimCoordinator | None = None  # the one he decided for
         self.successors = 0
         world.minded = True
@@ -56,7 +56,7 @@ class Operator:
             world.excuse(YIELDS, name=name)
 
     def successor(self, raws: Sequence[bytes], how: str) -> SimCoordinator:
-        """`--recover-from` on a ledger, with a signing key that nobody used yet."""
+        """`--recover-from` on a ledger, with a signing key that no successor used yet."""
         self.successors += 1
         name = f"heir-{self.successors}"
         heir = SimCoordinator(self.world, name, self.keys.pop(0))
@@ -166,12 +166,13 @@ def two_successors(
     hows: Sequence[str],
     notices: float,
     wanders: bool = True,
+    own: bool = False,
 ) -> None:
     """The coordinator's machine is lost; two people start a successor each, from these nodes' ledgers.
 
     Nodes wander between the two, or each stays with one of them.
     """
-    operator = Operator(world, notices)
+    operator = Operator(world, notices, own)
 
     def begin() -> None:
         ledgers = [[entry.raw for entry in entries_held(world.nodes[name])] for name in sources]
@@ -188,9 +189,11 @@ def two_successors(
     world.at(at, begin)
 
 
-def old_one_returns(world: World, at: float, source: str, back: float, notices: float) -> None:
+def old_one_returns(
+    world: World, at: float, source: str, back: float, notices: float, own: bool = False
+) -> None:
     """A successor has taken over, then the lost coordinator's machine is found and started again."""
-    operator = Operator(world, notices)
+    operator = Operator(world, notices, own)
     old = world.coordinator
 
     def begin() -> None:
@@ -230,7 +233,7 @@ def cloned_folder(world: World, at: float, notices: float) -> None:
     world.at(at, begin)
 
 
-def sybils(world: World, at: float, names: Sequence[str], source: str) -> None:
+def sybils(world: World, at: float, names: Sequence[str], source: str, own: bool = False) -> None:
     """Nodes of one owner claim to hold an old beginning only, as the coordinator's machine is lost."""
 
     def hide() -> None:
@@ -241,4 +244,4 @@ def sybils(world: World, at: float, names: Sequence[str], source: str) -> None:
             world.start(sim, world.random.uniform(0.2, 2.0))
 
     world.at(at - 0.01, hide)
-    people.recover(world, at, source, moving=2.0)
+    people.recover(world, at, source, moving=2.0, own=own)

@@ -87,6 +87,7 @@ PURE: dict[str, set[str]] = {
     "coordinator/standoff.py": set(),
     "coordinator/state.py": {"msgspec"},
     "coordinator/succession.py": {"msgspec"},
+    "coordinator/terms.py": {"msgspec"},
     "coordinator/turn.py": {"msgspec"},
     "coordinator/work.py": {"msgspec"},
     "esnode/catchup.py": set(),

@@ -12,8 +12,9 @@ import coordinator.events as ce
 import esnode.events as ne
 from coordinator import machine
 from coordinator.membership import Verdict
+from coordinator.terms import ERA
 from protocol.chain import Chain
-from protocol.entries import EntryKind, public_key
+from protocol.entries import EntryKind, parse, public_key
 from protocol.messages import Rehello
 from tests import people
 from tests.actors import COORDINATOR, SimCoordinator
@@ -100,7 +101,7 @@ def test_a_successor_goes_on_where_the_nodes_are() -> None:
     chain = heir.state.chain
     assert chain.ended and chain.round == 6 and len(tips(world)) == 1
     assert [entry.term for entry in chain.entries[:held]] == [1] * held, "nothing the nodes held is lost"
-    assert chain.term == 2 and not heir.state.lineage.orphaned
+    assert chain.term == ERA and not heir.state.lineage.orphaned
 
 
 def test_a_successor_waits_for_those_who_did_the_recent_work() -> None:
@@ -186,6 +187,7 @@ def test_a_successor_that_is_killed_goes_on_waiting_or_working() -> None:
     committed(world, 2)
     lose_coordinator(world)
     heir = succeed(world, raws_of(world)[:3])
+    first = heir.state.term
     world.run(until=world.now + 1)
     heir.kill()
     world.start(heir, 0.5)
@@ -196,7 +198,8 @@ def test_a_successor_that_is_killed_goes_on_waiting_or_working() -> None:
     heir.kill()
     world.start(heir, 0.5)
     world.run()
-    assert heir.state.chain.ended and not heir.state.lineage.waiting and heir.state.chain.term == 4
+    assert heir.state.chain.ended and not heir.state.lineage.waiting
+    assert first == ERA and heir.state.chain.term == ERA + 2, "its own starts stay in its era"
 
 
 def test_a_key_that_an_amendment_trusts_may_succeed_and_then_take_the_lost_one_off_the_list() -> None:
@@ -303,7 +306,7 @@ def test_a_copy_of_a_successor_that_signs_behind_what_it_adopted_stops_both() ->
     clone.start()
     move(world, "clone", "node-2")
     world.run(until=world.now + 25)
-    assert clone.state.chain.term == 3 and heir.state.chain.term == 2
+    assert clone.state.chain.term == ERA + 1 and heir.state.chain.term == ERA
     move(world, "heir", "node-2")
     world.run(until=world.now + 5)
     assert heir.stopped is not None and "two copies of this coordinator went separate ways" in heir.stopped[0]
@@ -323,12 +326,66 @@ def test_an_old_coordinator_that_comes_back_stops_when_it_meets_the_new_term() -
     move(world, COORDINATOR, FIRST)
     world.run(until=world.now + 5)
     assert old.stopped is not None and old.stopped[1] == 1
-    assert (
-        f"term 2 (key {public_key(HEIR).hex()[:16]}" in old.stopped[0] and "node-0 answered" in old.stopped[0]
-    )
+    taken = f"term {heir.state.term} (key {public_key(HEIR).hex()[:16]}"
+    assert taken in old.stopped[0] and "node-0 answered" in old.stopped[0]
     move(world, "heir", FIRST)
     world.run()
     assert heir.state.chain.ended and len(tips(world)) == 1
+
+
+@pytest.mark.parametrize("answered", [True, False], ids=["a node answered it", "a node holds its entries"])
+def test_an_old_coordinator_stops_when_a_successor_has_its_own_key(answered: bool) -> None:
+    """It goes above its own key's terms, or a restored backup could not go on, but only within its era."""
+    world = world_of(rounds=8)
+    committed(world, 2)
+    old = world.coordinator
+    lose_coordinator(world)
+    heir = succeed(world, raws_of(world), key=world.signing_key)
+    move(world, "heir")
+    committed(world, 3)
+    world.gone.discard(COORDINATOR)
+    world.failing = True
+    if not answered:  # it had them from a peer
+        world.nodes[FIRST].kill()
+        world.nodes[FIRST].disk.term, world.nodes[FIRST].disk.proof = old.state.term, old.state.term_proof
+        world.nodes[FIRST].start()
+    old.start()
+    move(world, COORDINATOR, FIRST)
+    world.run(until=world.now + 5)
+    assert old.stopped is not None and old.stopped[1] == 1
+    assert f"has taken term {heir.state.term} (key" in old.stopped[0]
+    assert "with this one's signing key" in old.stopped[0]
+    assert old.state.chain.round == 2, "it has not gone on behind it"
+    old.start()  # as a service does
+    move(world, COORDINATOR, FIRST)
+    world.run(until=world.now + 5)
+    assert old.stopped is not None and old.state.term < ERA
+    move(world, "heir", FIRST)
+    world.run()
+    assert heir.state.chain.ended and len(tips(world)) == 1
+
+
+def test_a_successor_is_above_terms_that_nobody_has_shown_it() -> None:
+    """The lost one had restarted and signed for a node that is away while the others answer."""
+    world = world_of(nodes=4, rounds=8, paces=(0.1,))
+    committed(world, 2)
+    for name in list(world.nodes)[1:]:
+        world.network.cut(name, world.now, world.now + 60.0)
+    world.coordinator.kill()
+    world.coordinator.start()
+    while parse(raws_of(world)[-1]).term == 1:
+        world.run(until=world.now + 0.05)
+    kept, left = raws_of(world, "node-1"), raws_of(world)
+    lose_coordinator(world)
+    world.nodes[FIRST].kill()
+    world.run(until=world.now + 60)
+    heir = succeed(world, kept)
+    move(world, "heir")
+    committed(world, 4)
+    world.nodes[FIRST].start()
+    world.run()
+    assert heir.state.chain.ended and len(tips(world)) == 1
+    assert world.nodes[FIRST].disk.orphans == [(len(kept), tuple(left[len(kept) :]))]
 
 
 # ---------------------------------------------------------------- copies
@@ -367,7 +424,7 @@ def test_a_cloned_folder_that_signs_the_same_round_stops_everything_and_prints_b
     world.run(until=world.now + 5)
     assert first.stopped is not None and first.stopped[1] == 1
     words = first.stopped[0]
-    assert "signed two histories" in words
+    assert "signed two histories" in words and "a copied data folder or key" in words
     assert first.state.nonce.hex() in words and clone.state.nonce.hex() in words
     assert public_key(world.signing_key).hex()[:16] in words
 
@@ -403,6 +460,41 @@ def test_after_a_cloned_folder_a_successor_goes_on_from_the_ledger_that_was_kept
     assert others[-1] in world.nodes["node-0"].disk.orphans[0][1]
 
 
+def test_two_forced_successors_that_both_sign_stop_everything_and_are_called_two() -> None:
+    """Nothing is copied there, unlike with a cloned folder; what helps is the same."""
+    world = world_of(nodes=4, rounds=80, paces=(0.1,))
+    committed(world, 2)
+    lose_coordinator(world)
+    ledger = raws_of(world)
+    one = succeed(world, ledger, "one", HEIR, "force")
+    two = succeed(world, ledger, "two", OTHER, "force")
+    world.failing = True
+    move(world, "one", FIRST, "node-1")
+    move(world, "two", "node-2", "node-3")
+    world.run(until=world.now + 20)
+    assert one.state.chain.term == two.state.chain.term == ERA
+    move(world, "one", "node-2")
+    world.run(until=world.now + 5)
+    assert one.stopped is not None and one.stopped[1] == 1
+    words = one.stopped[0]
+    assert (
+        "signed two histories" in words and "Two coordinators of different keys took the same term" in words
+    )
+    assert "copied" not in words and "recover from the ledger you keep" in words
+    assert all(public_key(key).hex()[:16] in words for key in (HEIR, OTHER))
+    two.kill()
+    two.stopped = ("its operator stopped it", 0)
+    world.gone.update(("one", "two"))
+    kept = raws_of(world, "node-3")
+    heir = succeed(world, kept, "third", world.signing_key)
+    for name, sim in world.nodes.items():
+        sim.home = "third"
+        world.start(sim, 0.5 if name == "node-3" else 1.0)
+    world.run()
+    assert heir.state.chain.ended and len(tips(world)) == 1 and raws_of(world)[: len(kept)] == kept
+    assert heir.state.chain.term == 2 * ERA
+
+
 def test_of_two_successors_at_most_one_begins() -> None:
     world = world_of(nodes=4, rounds=80, paces=(0.1,))
     committed(world, 2)
@@ -410,6 +502,7 @@ def test_of_two_successors_at_most_one_begins() -> None:
     ledger = raws_of(world)
     one = succeed(world, ledger, "one", HEIR)
     two = succeed(world, ledger, "two", OTHER)
+    assert one.state.term == two.state.term, "else one could begin above the other"
     world.failing = True
     move(world, "one", "node-0", "node-1", "node-2")
     move(world, "two", "node-3")

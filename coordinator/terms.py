@@ -1,0 +1,126 @@
+"""Which number a term takes, and what follows from those that nodes have answered (docs/adr/0009-terms.md).
+
+Pure. Lives here: the number of a new start, going above somebody else's term, and yielding to it. Called by
+`machine.py` and `succession.py`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from coordinator.events import Recovery, Stop, TermSeen, TermTaken
+from coordinator.state import State, recall
+from coordinator.turn import Turn
+from protocol.chain import Chain
+from protocol.entries import public_key
+from protocol.messages import Hello
+from protocol.terms import Claim, read_proof
+
+# Terms of one coordinator and its restarts: a successor begins the next era, for the lost one may have taken
+# more terms than anybody has shown. Started anew every five seconds it would fill an era in six days.
+ERA = 100_000
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where a node's ledger stands. `astray`: entries it shares with mine before it leaves it; None: all."""
+
+    ok: bool
+    reason: str  # "" for a node that is neither welcome nor refused yet
+    astray: int | None = None
+
+
+UNCLEAR = Place(False, "")
+
+
+# ---------------------------------------------------------------- numbers
+
+
+def next_term(state: State) -> int:
+    """The number a start takes: the next one of this folder, or the first of an era above another's."""
+    others = max(state.chain.term, state.lineage.seen)
+    return state.term + 1 if others <= state.term else next_era(others)
+
+
+def next_era(number: int) -> int:
+    """The first number of the era behind that of `number`: all who succeed to one coordinator take it."""
+    return (number // ERA + 1) * ERA
+
+
+def take_above(turn: Turn, number: int, key: bytes) -> None:
+    """Take a term above `number` of `key`: of an older or newer copy of my folder, or of one before me."""
+    copy = key == public_key(turn.state.key) and not turn.lineage.waiting
+    term = number + 1 if copy else next_era(number)
+    record(turn, TermTaken(term, turn.state.nonce))
+    turn.note("succession", what="takes a term", term=term, reason=f"term {number} was answered before")
+
+
+# ---------------------------------------------------------------- other coordinators
+
+
+def heed(turn: Turn, name: str, hello: Hello, branch: Chain | None) -> Place | None:
+    """None when the highest term this node answered lies below mine, is mine, or mine now lies above it."""
+    state, chain = turn.state, turn.chain
+    if hello.term < state.term:
+        return None
+    claim = read_proof(state.lock.run_id, hello.term, hello.proof)
+    mine = Claim(state.term, public_key(state.key), state.nonce)
+    if claim == mine:
+        return None
+    trusted = {*chain.trusted, *(branch.trusted if branch is not None else ())}
+    if claim is None or claim.key not in trusted:
+        if hello.height > chain.height and branch is None:
+            return None  # its ledger may tell why that key is trusted
+        return Place(
+            False,
+            f"this node has answered a coordinator of term {hello.term}, this one is of term {state.term}, "
+            "and it cannot prove that the run trusts that one",
+        )
+    signed = claim.number == state.term == chain.term  # by me: that one has not, or both must stop
+    if signed or follows(turn, claim.key, claim.number):
+        take_above(turn, claim.number, claim.key)
+        return None
+    yield_to(turn, claim, name)
+    return UNCLEAR
+
+
+def follows(turn: Turn, key: bytes, number: int) -> bool:
+    """Whether this coordinator goes on above a term: of its own key, or of the one it comes after.
+
+    At work it does not where its own key has begun a later era: there a successor has a copy of the key.
+    """
+    if key == public_key(turn.state.key):
+        return turn.lineage.waiting or number < next_era(turn.term)
+    return key == _predecessor(turn.state)
+
+
+def _predecessor(state: State) -> bytes:
+    """Signing key of the coordinator this one comes after and whose later terms it takes over; b"": none."""
+    return state.chain.signer if state.lineage.waiting else state.lineage.before
+
+
+def yield_to(turn: Turn, claim: Claim, name: str) -> None:
+    """Stop, without a Bye: the nodes go on looking for the other one.
+
+    The next start takes over, unless the other one has my key: a lost folder that a service starts again and
+    again must not come between its successor and the nodes.
+    """
+    if claim.key == public_key(turn.state.key):
+        how, rest = (
+            " with this one's signing key",
+            "retire this folder, or recover from a ledger into an empty one",
+        )
+    else:
+        how, rest = "", "to take over from it, stop it and start this one again"
+        record(turn, TermSeen(claim.number))
+    reason = (
+        f"another coordinator has taken {claim}{how}: {name} answered it, this one is of term {turn.term}. "
+        f"Let that one work; {rest}"
+    )
+    turn.effects.append(Stop(reason, 1))
+    turn.set(stopped=reason)
+
+
+def record(turn: Turn, made: Recovery | TermSeen | TermTaken) -> None:
+    """Journal a record and fold it in."""
+    turn.persist(made)
+    turn.state = recall(turn.state, made)
