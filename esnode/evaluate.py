@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from esnode import episodes, estimates, locking, prompts, tasks
 from esnode.engines.interface import Engine, Sampling
@@ -120,8 +121,8 @@ class Report:
         """For a terminal."""
         state = "" if self.round is None else f" after {rounds(self.round)}"
         table = Table(
-            title=f"{self.model}{state}, {self.task}, {self.prompts} {self.settings.split} prompts",
-            caption=self._caption(),
+            title=Text(f"{self.model}{state}, {self.task}, {self.prompts} {self.settings.split} prompts"),
+            caption=Text(self._caption()),
             title_justify="left",
             caption_justify="left",
         )
@@ -137,7 +138,9 @@ class Report:
         if self.settings.samples:
             words.append(f"{self.settings.samples} samples at temperature {self.settings.temperature:g}")
         words.append(f"{self.tokens} tokens in {self.seconds:.1f} s")
-        words += [f"{count} answers got the floor: {reason}" for reason, count in self.floored.items()]
+        words += [
+            f"{episodes.answers(count)} got the floor: {reason}" for reason, count in self.floored.items()
+        ]
         return "; ".join(words)
 
 

@@ -19,6 +19,7 @@ from rich.text import Text
 
 from esnode import history, rebuild, report
 from esnode.begin import Request
+from esnode.episodes import answers
 from esnode.folder import RunFolder, write_file
 from esnode.history import Costs, History
 from esnode.progress import clock, say, size
@@ -176,7 +177,7 @@ def _spent(past: History, costs: Costs) -> list[tuple[str, str]]:
         ),
     ]
     if costs.floored:
-        rows.append(("scorer", f"{costs.floored} answers got the task's floor because their scorer failed"))
+        rows.append(("scorer", f"{answers(costs.floored)} got the task's floor: scoring failed"))
     return rows
 
 

@@ -126,7 +126,7 @@ def check(folder: Path) -> Path:
     """
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder} has no config.json: it is not a Hugging Face model folder.")
-    config = _json(folder / "config.json")
+    config = read_json(folder / "config.json")
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method", "some method")
         raise ModelError(
@@ -147,7 +147,8 @@ def check(folder: Path) -> Path:
     return folder
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object that a file of a model folder holds; ModelError when it holds none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
@@ -161,7 +162,7 @@ def _has_template(folder: Path) -> bool:
     if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
         return True
     config = folder / "tokenizer_config.json"
-    return config.is_file() and bool(_json(config).get("chat_template"))
+    return config.is_file() and bool(read_json(config).get("chat_template"))
 
 
 def _needs_no_code(folder: Path, config: dict[str, Any]) -> None:

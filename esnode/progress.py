@@ -97,7 +97,11 @@ def bars(console: Console, lines: bool = True, clock: Callable[[], float] = time
 
     `lines`: elsewhere every step has a line as it begins, too. `clock`: monotonic seconds.
     """
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total}"),
+    )
     times = (TimeElapsedColumn(), TimeRemainingColumn())
     terminal = console.is_terminal
     with Progress(*columns, *times, console=console, disable=not terminal) as shown:

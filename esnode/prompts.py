@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from esnode.models import ModelError, read_json
 from esnode.tasks import ChatMessage, Task
-from protocol.errors import UserError, first_line
+from protocol.errors import UserError, cut, first_line
 
 SPLITS = ("train", "heldout")
 _CLOCK = re.compile(r"""strftime_now\(\s*("[^"]*"|'[^']*')\s*\)""")
@@ -170,22 +171,23 @@ def prepare(folder: Path, task: Task, date: str, max_new_tokens: int = 0) -> Pre
 
     The folder's generation_config.json is read for its end-of-text ids only: penalties and sampling settings
     in it would change answers behind the plan's back. `max_new_tokens` 0 means the task's own limit. Raises
-    PromptError.
+    PromptError, and ModelError when a file is damaged.
     """
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except Exception as error:  # a damaged file raises whatever its library raises
         raise PromptError(f"the tokenizer of {folder} cannot be loaded: {first_line(error)}") from error
     config = _json(folder / "config.json")
     text_config = config.get("text_config") or {}
     eos: list[int] = []
     for source in (config, text_config, _json(folder / "generation_config.json")):
-        given = source.get("eos_token_id")
-        eos += given if isinstance(given, list) else [] if given is None else [given]
-    named = [source.get(name) for source in (text_config, config) for name in _CONTEXT]
-    context = next((int(value) for value in named if value), 0)
+        eos += _numbers(source.get("eos_token_id"), "eos_token_id", folder)
+    lengths = [
+        _numbers(source.get(name), name, folder) for source in (text_config, config) for name in _CONTEXT
+    ]
+    context = next((length for found in lengths for length in found if length), 0)
     prepared = Prepared(tokenizer, task, date, eos_ids=eos, context=context)
     prepared.require_room(max_new_tokens or task.max_new_tokens)
     return prepared
@@ -224,4 +226,12 @@ def _special_ids(tokenizer: Any) -> set[int]:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return read_json(path) if path.is_file() else {}
+
+
+def _numbers(given: Any, name: str, folder: Path) -> list[int]:
+    """A number, a list of them or nothing, of a configuration."""
+    found = given if isinstance(given, list) else [] if given is None else [given]
+    if not all(type(number) is int for number in found):
+        raise ModelError(f"{folder}: {name} is {cut(repr(given))}, which is no number: copy the model again.")
+    return found

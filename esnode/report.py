@@ -29,7 +29,7 @@ def picture(history: History, to: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=150, layout="constrained")
     try:
         _draw(axes, history)
-        axes.set_title(history.title, loc="left", fontsize=12, fontweight="bold")
+        axes.set_title(history.title, loc="left", fontsize=12, fontweight="bold", parse_math=False)
         axes.set_xlabel("rounds done")
         axes.set_ylabel(history.unit)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -117,12 +117,12 @@ def interruptible() -> Iterator[None]:
 
 
 def _phases(place: RunFolder, request: Request, console: Console, descriptor: int) -> None:
-    folder.require_space(place)
-    say(console, f"run folder {place.path}")
     try:
+        folder.require_space(place)
+        say(console, f"run folder {place.path}")
         with progress.bars(console) as tell:
             lock = begin.settle(place, request, tell)
-    except UserError:
+    except Exception:  # after a Ctrl-C alone there is something to resume
         if not request.resume:
             begin.discard(place)
         raise

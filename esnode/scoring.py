@@ -28,10 +28,12 @@ from esnode.children import importable
 from esnode.engines.interface import Cancelled, StopCheck, never
 from esnode.scoring_worker import FRAME_LIMIT, pack, unpack
 from esnode.tasks import ChatMessage, Score, open_task
-from protocol.errors import UserError
+from protocol.errors import UserError, cut
+from protocol.logfile import one_line
 
 START_SECONDS = 60.0  # importing what a scorer needs, on a busy machine
 LOOK_SECONDS = 0.05  # how often a waiting parent looks whether its work was cancelled
+LONGEST_REASON = 300  # a child runs code of others and may say anything
 MEMORY_BYTES = 2 * 1024**3
 KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "SYSTEMROOT")
 
@@ -205,7 +207,7 @@ class Scorer:
                 declared = f"{self.task.low:g} to {self.task.high:g}"
                 return self._floor(f"the reward is {reward!r}, outside the declared {declared}")
             case ["failed", str() as reason]:
-                return self._floor(reason)
+                return self._floor(one_line(cut(reason, LONGEST_REASON)))
         return self._floor("the scoring process sent nonsense")
 
     def _floor(self, reason: str) -> Verdict:
@@ -258,7 +260,7 @@ class _Child:
             case ["ready"]:
                 self._ready = True
             case ["refused", str() as reason]:
-                raise ScorerError(reason)
+                raise ScorerError(one_line(reason))
             case _:
                 raise _Gone("the scoring process sent nonsense")
 

@@ -88,7 +88,7 @@ def settle(place: RunFolder, order: Order, tell: Tell) -> Lock:
     source = order.source if fresh else None
     try:
         lock = begin.settle(place, Request(plan=source, rounds=order.rounds, code=order.code), tell)
-    except UserError:
+    except Exception:
         if fresh:
             begin.discard(place)
         raise

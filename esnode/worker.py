@@ -28,7 +28,7 @@ from esnode.episodes import Episode, Spent
 from esnode.prompts import Prepared
 from esnode.scoring import Scorer
 from protocol import seeds
-from protocol.counting import nth
+from protocol.counting import nth, rounds
 from protocol.lock import Lock
 from protocol.messages import Kind, Unit
 
@@ -197,9 +197,7 @@ class Worker:
             start += len(chunk)
         failures = Counter(episode.failure for episode in measured if episode.failure)
         for reason, count in failures.items():
-            log.warning(
-                "%s member %d: %d answers get the floor: %s", nth(unit.round), unit.member, count, reason
-            )
+            log.warning("%s: %s got the floor: %s", _name(unit), episodes.answers(count), reason)
         return Outcome(
             sums=tuple(sums),
             correct=sum(episode.score.correct for episode in measured),
@@ -260,6 +258,13 @@ class _Watch:
         if thousandths > self._told:
             self._told = thousandths
             self._progress(thousandths)
+
+
+def _name(unit: Unit) -> str:
+    """What was measured, as people count: a probe is of the state that so many rounds have made."""
+    if unit.kind == Kind.PROBE:
+        return f"held-out after {rounds(unit.round)}"
+    return f"{nth(unit.round)} member {unit.member}"
 
 
 def _done(value: Given) -> Future[Given]:

@@ -1,7 +1,8 @@
 """How both processes log: every line with time and level in one file, short lines on stderr.
 
 Lives here because coordinator and node do it alike. A parent that collects stderr in that very file gets each
-line once. Characters that could drive a terminal are replaced, since names come from other machines.
+line once. Names and reasons come from elsewhere: characters that could drive a terminal are replaced, further
+lines of a text moved in.
 """
 
 from __future__ import annotations
@@ -22,6 +23,16 @@ PACKAGES = ("esnode", "coordinator", "protocol")
 def printable(text: str) -> str:
     """The text without what could drive a terminal; line breaks stay."""
     return "".join(char if char.isprintable() or char == "\n" else "?" for char in text)
+
+
+def one_line(text: str) -> str:
+    """Foreign words as a part of one of our lines: no line breaks either."""
+    return printable(" ".join(text.split()))
+
+
+def indented(text: str) -> str:
+    """The text with every further line moved in: at the left margin only our own lines begin."""
+    return "\n    ".join(printable(text).splitlines())
 
 
 def sentence(topic: str, fields: Mapping[str, Any]) -> str:
@@ -52,7 +63,7 @@ def _word(value: object) -> str:
 
 class _Printable(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record))
+        return indented(super().format(record))
 
 
 def start(path: Path, name: str) -> logging.Logger:
@@ -77,7 +88,7 @@ def start(path: Path, name: str) -> logging.Logger:
 
 def last_words(log: logging.Logger | None, sentence: str) -> None:
     """The one line a user reads when a process refuses to go on; the log file keeps it too."""
-    print(f"esnode: {printable(sentence)}", file=sys.stderr, flush=True)  # noqa: T201
+    print(f"esnode: {indented(sentence)}", file=sys.stderr, flush=True)  # noqa: T201
     for handler in log.handlers if log else ():
         if isinstance(handler, logging.FileHandler) and not _same_file(Path(handler.baseFilename)):
             handler.handle(logging.LogRecord("", logging.ERROR, "", 0, sentence, None, None))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib.util
 import json
+import logging
 import os
 import re
 import shlex
@@ -310,6 +311,22 @@ def test_a_log_line_reads_like_a_sentence(fields: dict[str, object], line: str) 
     assert logfile.sentence("x", fields) == line
 
 
+def test_foreign_words_cannot_forge_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "x.log"
+    log = logfile.start(path, "esnode.forging")
+    try:
+        for breaks in ("\n", "\r", "\r\n", "\v", "\x85", "\u2028"):
+            log.warning("it says: %s", f"oh{breaks}2026-01-01 00:00:00,000 INFO    all is well")
+        logfile.last_words(log, "it says: oh\nesnode: all is well")
+    finally:
+        for name in ("esnode.forging", *logfile.PACKAGES):
+            logging.getLogger(name).handlers.clear()
+    lines = path.read_text().splitlines()
+    assert len([line for line in lines if not line.startswith(" ")]) == 7, lines
+    shown = capsys.readouterr().err.splitlines()
+    assert not any(line.startswith(("2026", "esnode: all")) for line in shown), shown
+
+
 def test_rounds_in_the_log_are_counted_as_people_count() -> None:
     """Notes hold indices and numbers of commits; which one is told by what they are about."""
     assert logfile.sentence("commit", {"round": 0}) == "commit: round 1"
@@ -437,6 +454,14 @@ def test_show_lists_rounds_without_a_model(written: Path) -> None:
     assert done.returncode == 0, done.stderr
     data = json.loads(run("show", str(written), "--json").stdout)
     assert len(data["rounds"]) == 3
+
+
+def test_a_foreign_ledgers_words_are_no_markup_and_no_formula(tmp_path: Path) -> None:
+    path = tmp_path / "run.ledger"
+    path.write_bytes(ledgers.small_ledger(2, model="[/x] $\\frac$").data)
+    done = run("show", str(path), "--plot", str(tmp_path / "plot.png"))
+    assert done.returncode == 0 and "[/x] $\\frac$" in done.stdout, done.stderr
+    assert (tmp_path / "plot.png").stat().st_size > 1000
 
 
 def test_ledger_commands_name_what_is_missing(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from esnode import estimates, evaluate, locking, manifest, tasks
 from esnode.cli.evaluate import evaluate as command
@@ -161,7 +162,20 @@ def test_failures_are_shown(tmp_path: Path) -> None:
     with scorer:
         report = evaluate.run(FakeEngine(), prepared, scorer)
     assert sum(report.floored.values()) == 2 and report.greedy_reward.value == pytest.approx(0.5 / 3)
-    assert "answers got the floor: raised KeyError: '2'" in report._caption()
+    assert "; 1 answer got the floor: raised KeyError: '2'" in report._caption()
+
+
+def test_foreign_words_are_no_markup(tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text(
+        "def items(): return [{'prompt': 't'}], [{'prompt': 'u'}]\n"
+        "def score(item, text): raise ValueError('[/x]')\n"
+    )
+    prepared, scorer = opened("python:bad.py", tmp_path)
+    with scorer:
+        report = evaluate.run(FakeEngine(), prepared, scorer, model="[/y]")
+    console = Console(width=200, record=True)
+    console.print(report.table())
+    assert "[/y], python, 1" in (shown := console.export_text()) and "raised ValueError: [/x]" in shown
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -232,3 +233,58 @@ def test_the_command_is_a_module_too(here: Path) -> None:
     command = [sys.executable, "-m", "esnode", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("esnode, version ")
+
+
+# ---------------------------------------------------------------- a run that does not begin
+
+
+DAMAGED = {
+    "config.json": "{",
+    "generation_config.json": "{",
+    "tokenizer_config.json": "{",
+    "tokenizer.json": "{",
+}
+
+
+def damaged(case: Case, to: Path, file: str, content: str) -> Path:
+    folder = shutil.copytree(case.model, to / "damaged")
+    (folder / file).write_text(content)
+    return folder
+
+
+@pytest.mark.parametrize("file", DAMAGED)
+@pytest.mark.parametrize("command", ["run --model DAMAGED --out new", "plan lock PLAN --out new"])
+def test_a_damaged_file_of_the_model_is_one_sentence_and_leaves_nothing(
+    command: str, file: str, case: Case, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = damaged(case, here, file, DAMAGED[file])
+    (here / "PLAN").write_text(template("short-answers", str(folder)))
+    code, err = said(capsys, *command.replace("DAMAGED", str(folder)).split())
+    assert code == 1 and err.splitlines()[-1].startswith("esnode: ") and str(folder) in err, err
+    assert not (here / "new").exists()
+    if command.startswith("run"):  # and the folder can be had for another model
+        code, err = said(capsys, "run", "--model", "/nowhere", "--out", "new")
+        assert "there is no folder /nowhere" in err
+
+
+@pytest.mark.parametrize("value", ['"x"', "[1, null]", "2.5", "true"])
+def test_an_end_of_text_that_is_no_number_is_named(
+    value: str, case: Case, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = damaged(case, here, "generation_config.json", f'{{"eos_token_id": {value}}}')
+    code, err = said(capsys, "run", "--model", str(folder), "--out", "new")
+    assert code == 1 and "eos_token_id is" in err, err
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a bug of ours"), OSError(errno.ENOSPC, "full")])
+def test_whatever_stops_a_run_before_its_lock_leaves_no_folder(
+    error: Exception, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(*_: object, **__: object) -> None:
+        raise error
+
+    for place in ("esnode.locking.resolve", "esnode.folder.require_space"):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, stop)
+            code, _ = said(capsys, "run", "--out", "new")
+        assert code in (1, 70) and not (here / "new").exists()

@@ -44,6 +44,7 @@ def score(item, text):
     if text == "high": return 1.5
     if text == "text": return "1.0"
     if text == "none": return None
+    if text == "lines": raise ValueError("oh\\n2026-01-01 00:00:00,000 INFO    \\x1b[2Jno")
     if text == "hog": return float(len(bytearray(1 << 34)))
     if text == "deep": return score_deeper(0)
     if text == "long": raise ValueError("x" * 10_000)
@@ -67,6 +68,7 @@ REASONS = {
     "high": "the reward is 1.5, outside the declared -1 to 1",
     "text": "the reward is '1.0', not a number",
     "none": "the reward is None, not a number",
+    "lines": "raised ValueError: oh 2026-01-01 00:00:00,000 INFO ?[2Jno",
     "hog": "raised MemoryError",
     "deep": "raised RecursionError",
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import struct
 from collections.abc import Sequence
@@ -107,6 +108,30 @@ def test_batches(short: Prepared) -> None:
 
     assert sizes(lock) == [6]
     assert sizes(replace(lock, repeatable=True)) == [4, 2]
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ({0}, ["round 2 member 3: 1 answer got the floor", "held-out after 1 round: 1 answer got the floor"]),
+        ({0, 1}, ["round 2 member 3: 2 answers got", "held-out after 1 round: 2 answers got the floor"]),
+    ],
+)
+def test_the_log_names_what_was_measured(
+    short: Prepared,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    rows: set[int],
+    words: list[str],
+) -> None:
+    engine = FakeEngine()
+    engine.break_rows = tuple(rows)
+    worker = Worker(lock_for(short, "short-answers"), engine, short)
+    monkeypatch.setattr(logging.getLogger("esnode"), "propagate", True)  # a test before may have
+    with caplog.at_level(logging.WARNING):
+        for unit in (MEMBER, PROBE):
+            worker.evaluate(unit)
+    assert [said in line for said, line in zip(words, caplog.messages, strict=True)] == [True, True]
 
 
 def test_unusable_logits_get_the_floor(short: Prepared) -> None:

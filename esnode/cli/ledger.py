@@ -12,6 +12,7 @@ import click
 
 from esnode.cli import options
 from protocol.counting import rounds
+from protocol.logfile import printable
 
 if TYPE_CHECKING:
     from esnode.tell import Tell
@@ -62,7 +63,7 @@ def verify(ledger: Path, base: str | None, threads: int | None, as_json: bool) -
         report = rebuild.verify(ledger, base, threads=threads, tell=tell)
     click.echo(json.dumps(report.as_json(), indent=1) if as_json else report.words())
     if report.fault:
-        click.echo(f"esnode: {report.fault}", err=True)
+        click.echo(f"esnode: {printable(report.fault)}", err=True)
         sys.exit(1)
 
 
@@ -80,6 +81,7 @@ def show(ledger: Path, as_json: bool, to: Path | None) -> None:
     from rich.console import Console
 
     from esnode import history, report
+    from esnode.progress import say
     from esnode.rebuild import damage_of, open_ledger
 
     opened = open_ledger(ledger)
@@ -90,14 +92,14 @@ def show(ledger: Path, as_json: bool, to: Path | None) -> None:
         click.echo(json.dumps(report.as_json(past), indent=1))
     else:
         console = Console()
-        console.print(f"{past.title}, run {opened.lock.run_id.hex()[:16]}, {opened.state}")
+        say(console, f"{past.title}, run {opened.lock.run_id.hex()[:16]}, {opened.state}")
         console.print(report.rounds_table(past))
         for words in past.amended:
-            console.print(f"amended: {words}", highlight=False)
+            say(console, f"amended: {words}")
         if len(past.rounds) > 1:
             console.print(report.sketch(past))
         if to:
-            console.print(f"plot: {to}")
+            say(console, f"plot: {to}")
     damage = damage_of(opened)
     if damage:
         click.echo(f"esnode: {damage}", err=True)

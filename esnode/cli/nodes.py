@@ -12,6 +12,8 @@ from typing import Any
 
 import click
 
+from protocol.logfile import printable
+
 FOLDER = click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -113,7 +115,7 @@ def allow(folder: Path, key: str, name: str) -> None:
       esnode nodes allow runs/mine 4f1c... --name gpu-7
     """
     done = _order(folder, "allow", key=key, name=name)
-    click.echo(f"{done['name']} may join, with key {done['key'][:16]}...")
+    click.echo(printable(f"{done['name']} may join, with key {done['key'][:16]}..."))
 
 
 @nodes.command(short_help="Put a node out, or withdraw an invite.")
@@ -136,7 +138,7 @@ def revoke(folder: Path, node: str, reason: str) -> None:
       esnode nodes revoke runs/mine gpu-7 --reason "sold"
     """
     done = _order(folder, "revoke", who=node, reason=reason or f"by the operator of {platform.node()}")
-    click.echo(f"{done['name']} is revoked: {done['reason']}")
+    click.echo(printable(f"{done['name']} is revoked: {done['reason']}"))
 
 
 def _order(folder: Path, op: str, **fields: Any) -> dict[str, Any]:

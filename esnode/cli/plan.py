@@ -9,6 +9,7 @@ import click
 from esnode.cli import options
 from esnode.template import DEFAULT_TASK
 from protocol.counting import nth
+from protocol.logfile import printable
 
 FILE = click.argument("file", type=click.Path(path_type=Path))
 
@@ -65,7 +66,7 @@ def show(file: Path, as_json: bool) -> None:
     from esnode import planfile
 
     found = planfile.read(file)
-    click.echo(planfile.as_json(found) if as_json else planfile.describe(found))
+    click.echo(planfile.as_json(found) if as_json else printable(planfile.describe(found)))
 
 
 @plan.command(short_help="Resolve a plan into a lock.")
