@@ -138,9 +138,8 @@ class Report:
         if self.settings.samples:
             words.append(f"{self.settings.samples} samples at temperature {self.settings.temperature:g}")
         words.append(f"{self.tokens} tokens in {self.seconds:.1f} s")
-        words += [
-            f"{episodes.answers(count)} got the floor: {reason}" for reason, count in self.floored.items()
-        ]
+        for reason, count in self.floored.items():
+            words.append(f"{episodes.answers(count)} got the floor: {reason}")
         return "; ".join(words)
 
 

@@ -152,9 +152,20 @@ def _load(folder: Path, specs: Sequence[TensorSpec], probes: Probes, dtype: torc
             return _from_state(type(sketch), sketch.config, state, dtype, "eager")
         except RuntimeError as error:
             raise SliceError(
-                f"transformers cannot load {folder}: {first_line(error)} Its config.json and its tensors do "
-                "not belong together."
+                f"transformers cannot load {folder}: {_difference(sketch, state) or first_line(error)} Its "
+                "config.json and its tensors do not belong together."
             ) from None
+
+
+def _difference(sketch: nn.Module, state: Views) -> str:
+    """The first tensor that the configuration gives another shape: transformers lists them where nobody
+    looks."""
+    made = sketch.state_dict()
+    for name, values in state.items():
+        if name in made and made[name].shape != values.shape:
+            shapes = f"{tuple(values.shape)} in the file and {tuple(made[name].shape)} by config.json"
+            return f"{name} has shape {shapes}."
+    return ""
 
 
 def _from_state(kind: type, config: object, state: Views, dtype: torch.dtype, attention: str) -> nn.Module:

@@ -520,6 +520,23 @@ def test_a_ctrl_c_that_hits_inside_a_callback_is_not_forgotten(start: float) -> 
     assert (done.returncode, done.stderr) == (130, "esnode: interrupted\n")
 
 
+def test_a_ctrl_c_after_the_work_changes_nothing() -> None:
+    """While the interpreter goes, which takes a second with torch loaded."""
+    program = (
+        "import os, signal, sys\n"
+        "class Last:\n"
+        "    def __del__(self, kill=os.kill, me=os.getpid(), number=signal.SIGINT):\n"
+        "        kill(me, number)\n"
+        "last = Last()\n"
+        "from esnode.cli.entry import main\n"
+        "sys.argv = ['esnode', '--version']\n"
+        "main()\n"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("esnode, version")
+
+
 @pytest.mark.parametrize("imported", ["click", "esnode.cli.main", "esnode.cli.status"])
 def test_a_ctrl_c_during_the_first_imports_is_one_line(imported: str) -> None:
     """As pip writes the script: it imports the entry point and calls it."""

@@ -5,6 +5,7 @@ Imports next to nothing. What comes after the imports is `main.main`'s, which ta
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 from typing import Any, NoReturn
@@ -23,6 +24,8 @@ def main() -> NoReturn:
     usual = signal.getsignal(signal.SIGINT)
     if usual is signal.default_int_handler:  # else somebody has Ctrl-C ignored
         signal.signal(signal.SIGINT, _interrupted)
+    # The last to be called: when the interpreter goes, Python sets back its handler and a Ctrl-C would kill.
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     from esnode.cli import main as command
 
     command.main(interrupt=usual)
