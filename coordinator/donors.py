@@ -301,11 +301,11 @@ def _shown(state: State, key: bytes) -> dict[str, Any]:
 
 
 def reached(peer: Peer) -> str:
-    """How others reach this node, in words."""
+    """How others reach this node, as the words after "reached"."""
     if not peer.addresses:
-        return "not at all: it serves nobody"
+        return "not at all (it serves nobody)"
     if not peer.ways:
-        return "not tried yet"
+        return "by nobody yet (not tried)"
     ways = [way for way, _ in peer.ways.values()]
     words = ", ".join(f"{way} by {ways.count(way)}" for way in ("direct", "relay", "none") if way in ways)
     why = next((why for way, why in peer.ways.values() if way != "direct"), "")

@@ -203,24 +203,22 @@ def _name(node: Mapping[str, Any]) -> str:
 
 
 def _peers(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """How nodes reach each other for snapshots and why not directly, who serves and who catches up."""
+    """How nodes reach each other for snapshots and why not directly, who serves and who catches up.
+
+    Nodes of which the same is to be said share a line.
+    """
     snapshots = status.get("snapshots", {})
-    revoked = {node["name"] for node in status.get("nodes", []) if node["reason"].startswith("revoked")}
+    nodes = {node["name"]: node for node in status.get("nodes", [])}
+    told: dict[str, list[str]] = {}
     for name, peer in snapshots.get("peers", {}).items():
-        if name in revoked:
-            continue
-        tried = peer["addresses"] and peer["reached"] != "not tried yet"
-        said = [
-            f"reached {peer['reached']}" if tried else "",
-            "snapshots after " + ", ".join(map(str, peer["kept"])) + " rounds" if peer["kept"] else "",
-            f"serving {peer['serving']}" if peer["serving"] else "",
-            f"no donor: {peer['donor']}" if peer["donor"] != "yes" else "",
-            f"catching up by {peer['catching_up']}" if peer["catching_up"] else "",
-            *(f"{by} complains: {fault}" for by, fault in peer["faults"].items()),
-        ]
-        line = "; ".join(part for part in said if part)
-        if line:
-            yield f"peer {name}", line
+        node = nodes.get(name, {"state": "", "reason": ""})
+        if not node["reason"].startswith("revoked"):
+            told.setdefault(_peer(peer, gone=node["state"] == "left"), []).append(name)
+    for line, names in told.items():
+        if line and len(names) == 1:
+            yield f"peer {names[0]}", line
+        elif line:
+            yield "peers", f"{', '.join(names)}: {line}"
     for line in snapshots.get("disagreements", []):
         yield "differ", line
     relay = status.get("relay")
@@ -229,6 +227,19 @@ def _peers(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         dropped = sum(sum(peer["dropped"].values()) for peer in relay["peers"].values())
         text = f"{relay['address']}, {relay['connected']} connected, {carried / 1e6:.1f} MB carried"
         yield "relay", text + f", {dropped} frames refused" * bool(dropped)
+
+
+def _peer(peer: Mapping[str, Any], gone: bool) -> str:
+    """What is to be said of a node as others' peer; of one that has left, not how it is reached."""
+    said = [
+        "" if gone else f"reached {peer['reached']}",
+        "snapshots after " + ", ".join(map(str, peer["kept"])) + " rounds" if peer["kept"] else "",
+        f"serving {peer['serving']}" if peer["serving"] else "",
+        f"no donor: {peer['donor']}" if peer["donor"] != "yes" else "",
+        f"catching up by {peer['catching_up']}" if peer["catching_up"] else "",
+        *(f"{by} complains: {fault}" for by, fault in peer["faults"].items()),
+    ]
+    return "; ".join(filter(None, said))
 
 
 def _branches(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

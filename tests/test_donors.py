@@ -180,7 +180,7 @@ def test_two_that_collude_shun_two_donors_and_no_more() -> None:
 
 def test_status_says_how_a_peer_is_reached_and_why_not() -> None:
     made = ready()
-    assert picture(made)["peers"]["a"]["reached"] == "not tried yet"
+    assert picture(made)["peers"]["a"]["reached"] == "by nobody yet (not tried)"
     made.say("d", PeerWay(key_of("a"), "relay", "no answer at tcp://10.0.0.1:4000"))
     made.say("b", PeerWay(key_of("a"), "direct", ""))
     reached = picture(made)["peers"]["a"]["reached"]

@@ -331,14 +331,33 @@ def test_what_several_lanes_evaluate_at_once_is_told_from_what_waits() -> None:
     assert standing.node_words(node) == "member 4 chunk 0 and member 5 chunk 0 41%, then member 6 chunk 0"
 
 
-def test_a_revoked_peer_is_not_shown_and_one_never_dialled_is_no_news() -> None:
-    peer = {"addresses": ["tcp://192.0.2.9:1"], "reached": "not tried yet", "kept": [4], "serving": 0}
-    peers = {name: {**peer, "donor": "yes", "catching_up": "", "faults": {}} for name in ("here", "gone")}
+def reaches(**reached: str) -> dict[str, Any]:
+    """Peers that hold a snapshot, and how each is reached."""
+    peer = {"addresses": [], "kept": [4], "serving": 0, "donor": "yes", "catching_up": "", "faults": {}}
+    return {"peers": {name: {**peer, "reached": words} for name, words in reached.items()}}
+
+
+def test_a_revoked_peer_is_not_shown_and_one_that_has_left_is_not_reached() -> None:
+    peers = reaches(left="direct by 1", gone="direct by 1")
     node = {"key": "aa", "units": [], "seconds_per_chunk": None, "state": "left"}
-    standings = {"here": "after 3 rounds", "gone": "revoked: sold"}
+    standings = {"left": "after 3 rounds", "gone": "revoked: sold"}
     nodes = [{**node, "name": name, "reason": reason} for name, reason in standings.items()]
-    shown = text_of(standing.words({**STATUS, "nodes": nodes, "snapshots": {"peers": peers}}))
-    assert "peer here" in shown and "peer gone" not in shown and "not tried" not in shown
+    shown = text_of(standing.words({**STATUS, "nodes": nodes, "snapshots": peers}))
+    assert "peer left  snapshots after 4 rounds" in shown and "gone  snap" not in shown
+    assert "reached" not in shown
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_every_peer_is_shown_with_how_it_is_reached_and_why_not(width: int) -> None:
+    """Nodes of which the same is said share a line."""
+    untried, nobody = "by nobody yet (not tried)", "not at all (it serves nobody)"
+    peers = reaches(**{"node-1": untried, "n2": nobody, "node-2": untried, "n3": "relay by 1 (timed out)"})
+    shown = " ".join(text_of(standing.words({**STATUS, "snapshots": peers}), width).split())
+    assert shown.endswith(
+        f"peers node-1, node-2: reached {untried}; snapshots after 4 rounds "
+        f"peer n2 reached {nobody}; snapshots after 4 rounds "
+        "peer n3 reached relay by 1 (timed out); snapshots after 4 rounds"
+    )
 
 
 @pytest.mark.parametrize(
