@@ -2,8 +2,8 @@
 
 As `slicemap`, for a model that its library cuts: every row of the rank's parameters is looked up, by its
 values, in the stored tensors. A run of rows may be whole rows of a tensor (cut or fused by rows) or a column
-range of its rows (cut by columns); what is left must be zero, padding. Every element of a parameter is
-accounted for once. Called by the vLLM workers; `shards.settle` compares the ranks.
+range of its rows (cut by columns); nothing may be left but zeros at the end of a vocabulary, padding. Every
+element of a parameter is accounted for once. Called by the vLLM workers; `shards.settle` compares the ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 
 from esnode.kernels.interface import Region
 from esnode.shards import Shard
-from esnode.slicemap import KEY, Probes, SliceError, Views, pack, places
+from esnode.slicemap import KEY, Modules, Probes, SliceError, Views, pack, parameters_of, places
 from protocol.lock import TensorSpec
 
 Keys = NDArray[np.uint64]
@@ -27,7 +27,7 @@ Keys = NDArray[np.uint64]
 @dataclass(frozen=True, slots=True)
 class Map:
     """What a rank holds. `views`: its memory by the slices' labels; `covered`: elements that stored tensors
-    fill, by parameter; `padding`: elements that none does.
+    fill, by parameter; `padding`: elements that none does, at the end of a vocabulary.
     """
 
     shards: tuple[Shard, ...]
@@ -50,10 +50,12 @@ def find(
     specs: Sequence[TensorSpec],
     load: Callable[[Iterator[tuple[str, torch.Tensor]]], object],
     dtype: torch.dtype,
+    padded: Modules = (),
 ) -> Map:
     """The rank's map; `load` is the library's own loader. The parameters hold the probe afterwards.
 
-    SliceError when a parameter holds something that is no slice of a stored tensor.
+    Only those of `padded` modules may end in rows that no stored tensor fills. SliceError when another has
+    such rows, or one holds something that is no slice of a stored tensor.
     """
     probes = Probes(specs)
     probes.fill(model, load, dtype)
@@ -68,13 +70,14 @@ def find(
         views[hit.shard.label] = rows[hit.row : hit.row + _height(hit.shard, rows)].view(hit.shard.shape)
     weights = {parameter.data_ptr() for parameter in model.parameters()}  # buffers may hold what they like
     owned = {name: tensor for name, tensor in targets.items() if tensor.data_ptr() in weights}
-    filled = {name: _covered(name, tensor, hits) for name, tensor in owned.items()}
+    ends = parameters_of(model, padded)
+    filled = {name: _covered(name, tensor, hits, name in ends) for name, tensor in owned.items()}
     padding = sum(tensor.numel() - filled[name] for name, tensor in owned.items())
     return Map(tuple(hit.shard for hit in hits), views, filled, padding)
 
 
 def require_filled(maps: Sequence[Mapping[str, int]]) -> None:
-    """SliceError for a parameter that no stored tensor fills on any rank: the checkpoint lacks it."""
+    """SliceError for a vocabulary of which no rank holds anything: the checkpoint lacks it."""
     for name in maps[0]:
         if not any(covered.get(name, 0) for covered in maps):
             raise SliceError(
@@ -178,8 +181,10 @@ def _same(view: torch.Tensor, values: NDArray[np.int8]) -> bool:
     return torch.equal(view, wanted)
 
 
-def _covered(name: str, tensor: torch.Tensor, hits: Sequence[_Hit]) -> int:
-    """Elements of a parameter that slices fill; SliceError when two meet or the rest is no padding."""
+def _covered(name: str, tensor: torch.Tensor, hits: Sequence[_Hit], padded: bool) -> int:
+    """Elements of a parameter that slices fill; SliceError when two meet, or some are left that are not the
+    zeros at the end of a `padded` one.
+    """
     rows = _rows(tensor)
     spans = sorted((hit.row, hit.row + _height(hit.shard, rows)) for hit in hits if hit.target == name)
     end = filled = 0
@@ -191,6 +196,11 @@ def _covered(name: str, tensor: torch.Tensor, hits: Sequence[_Hit]) -> int:
                 f"the model's parameter {name} holds something, from row {end} on, that is no slice of a "
                 "stored tensor: vLLM rearranges this model in a way that is not supported. Use --tp 1 or "
                 "--engine transformers."
+            )
+        if low > end and not (padded and low == rows.shape[0]):
+            raise SliceError(
+                f"the model's parameter {name} is none of the stored tensors from row {end} to {low}: the "
+                "checkpoint is incomplete."
             )
         filled += (high - low) * (rows.shape[1] if rows.ndim > 1 else 1)
         end = high

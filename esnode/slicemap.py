@@ -28,6 +28,7 @@ KEY = 8  # elements of a row that are compared first; the whole tensor is compar
 SMALL = 1 << 24  # one-dimensional tensors are searched at every offset only in parameters up to this size
 
 Views = dict[str, torch.Tensor]
+Modules = tuple[type[nn.Module], ...]
 
 
 class SliceError(UserError):
@@ -48,7 +49,7 @@ def build(
     # input (the last positions of each row, before the output head) row by row with a copy of the weight: 8 s
     # against 0.04 s.
     model = _load(folder, specs, probes, dtype).to(device).requires_grad_(True).eval()
-    return model, _map(model, folder, specs, probes, padded=False)
+    return model, _map(model, folder, specs, probes, frozenset())
 
 
 def probe(
@@ -57,18 +58,31 @@ def probe(
     specs: Sequence[TensorSpec],
     load: Callable[[Iterator[tuple[str, torch.Tensor]]], object],
     dtype: torch.dtype,
+    padded: Modules = (),
 ) -> Views:
     """For each stored tensor its place in a model that another library made, `load` being its own loader.
 
-    The parameters hold the probe afterwards. Elements that no stored tensor fills (padding) must stay zero.
-    SliceError as of `build`.
+    The parameters hold the probe afterwards. Only those of `padded` modules may end in rows of zeros that no
+    stored tensor fills. SliceError as of `build`.
     """
     probes = Probes(specs)
     probes.fill(model, load, dtype)
-    return _map(model, folder, specs, probes, padded=True)
+    return _map(model, folder, specs, probes, parameters_of(model, padded))
 
 
-def _map(model: nn.Module, folder: Path, specs: Sequence[TensorSpec], probes: Probes, padded: bool) -> Views:
+def parameters_of(model: nn.Module, kinds: Modules) -> frozenset[str]:
+    """Parameters that modules of these kinds have themselves, a tied one under all its names."""
+    return frozenset(
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, kinds)
+        for name, _ in module.named_parameters(recurse=False)
+    )
+
+
+def _map(
+    model: nn.Module, folder: Path, specs: Sequence[TensorSpec], probes: Probes, padded: frozenset[str]
+) -> Views:
     """Every stored tensor's place in a model that holds the probe."""
     targets = places(model)
     views = {}
@@ -119,7 +133,7 @@ class Probes:
         load: Callable[[Iterator[tuple[str, torch.Tensor]]], object],
         dtype: torch.dtype,
     ) -> None:
-        """Send the probe through a library's loader into a model of zeros: what stays zero is padding."""
+        """Send the probe through a library's loader into a model of zeros: no tensor fills what stays so."""
         for parameter in model.parameters():
             parameter.data.zero_()
         load(
@@ -271,20 +285,12 @@ def _hits(
             yield spec, int(row)
 
 
-def _zeros(views: Views, parameter: torch.Tensor) -> int:
-    """Zeros among the probe's values in a parameter."""
-    storage = parameter.untyped_storage().data_ptr()
-    return sum(
-        int((view == 0).sum()) for view in views.values() if view.untyped_storage().data_ptr() == storage
-    )
-
-
 def _complete(
     folder: Path,
     specs: Sequence[TensorSpec],
     views: Views,
     parameters: Mapping[str, torch.Tensor],
-    padded: bool,
+    padded: frozenset[str],
 ) -> None:
     """Refuse what is not mapped. Places of different tensors cannot overlap: their values differ."""
     for spec in specs:
@@ -300,11 +306,10 @@ def _complete(
         covered[storage] = covered.get(storage, 0) + view.numel()
     for name, parameter in parameters.items():
         filled = covered.get(parameter.untyped_storage().data_ptr(), 0)
-        if padded and filled:  # a probe is nowhere zero by chance for long: what it did not fill is padding
-            filled += max(0, int((parameter == 0).sum()) - _zeros(views, parameter))
+        if filled and name in padded and not bool(parameter.reshape(-1)[filled:].any()):
+            continue  # all that was found lies before the zeros, and so fills everything there
         if filled != parameter.numel():
             raise SliceError(
-                f"the model's parameter {name} is not, or not as a whole, one of the tensors stored in "
-                f"{folder}: the checkpoint is incomplete, or transformers rearranges it in a way that is "
-                "not supported."
+                f"the tensors stored in {folder} do not fill the model's parameter {name}: the checkpoint is "
+                "incomplete, or its tensors are rearranged in a way that is not supported."
             )

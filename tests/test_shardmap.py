@@ -1,15 +1,17 @@
-"""The map of one rank, against a loader that fuses, cuts, replicates and pads as vLLM's does."""
+"""The maps of one rank and of one model, against a loader that fuses, cuts, replicates and pads as vLLM's
+does.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from esnode import shardmap
+from esnode import shardmap, slicemap
 from esnode.kernels.cpu import CpuKernels
 from esnode.replica import Replica
 from esnode.shards import by_tensor, settle
@@ -22,7 +24,21 @@ FUSED = {
     "mlp.gate_up_proj": ("gate_proj", "up_proj"),
 }
 BY_COLUMNS = ("o_proj.weight", "down_proj.weight")
+TABLES = ("model.embed_tokens.", "lm_head.")
 PADDED = 288  # rows of a vocabulary of 260 on all ranks together
+PART = "model.layers.1.mlp.up_proj.weight"
+LACKING = (  # the second half of a fused parameter, its middle, whole parameters of every kind
+    PART,
+    "model.layers.0.self_attn.k_proj.weight",
+    "model.layers.0.self_attn.k_proj.bias",
+    "model.layers.1.self_attn.o_proj.weight",
+    "model.norm.weight",
+    *(f"{table}weight" for table in TABLES),
+)
+
+
+class Vocabulary(nn.Module):
+    """What is padded."""
 
 
 class Rank(nn.Module):
@@ -37,7 +53,9 @@ class Rank(nn.Module):
             joined.setdefault(self.place(spec.name), []).append(self.part(spec.name, torch.zeros(spec.shape)))
         for name, parts in joined.items():
             self.memory[name] = torch.cat(parts)
-            self.register_parameter(name.replace(".", "/"), nn.Parameter(self.memory[name]))
+            owner: nn.Module = Vocabulary() if name.startswith(TABLES) else nn.Module()
+            owner.register_parameter("weight", nn.Parameter(self.memory[name]))
+            self.add_module(name.replace(".", "/"), owner)
         self.starts: dict[str, int] = {}
         for spec in specs:
             place = self.place(spec.name)
@@ -63,7 +81,7 @@ class Rank(nn.Module):
         if "k_proj" in name or "v_proj" in name:
             copies = max(1, self.ranks // self.heads)
             return tensor.chunk(self.ranks // copies)[self.rank // copies]
-        if "embed" in name or "lm_head" in name:
+        if name.startswith(TABLES):
             rows = PADDED // self.ranks
             held = tensor[self.rank * rows : (self.rank + 1) * rows]
             return torch.cat([held, torch.zeros(rows - held.shape[0], tensor.shape[1])])
@@ -73,6 +91,10 @@ class Rank(nn.Module):
         for name, tensor in items:
             part, start = self.part(name, tensor), self.starts[name]
             self.memory[self.place(name)][start : start + part.shape[0]] = part
+
+
+def found(model: Rank, specs: Sequence[TensorSpec], dtype: torch.dtype = torch.bfloat16) -> shardmap.Map:
+    return shardmap.find(model, specs, model.load, dtype, (Vocabulary,))
 
 
 def ranks_of(lock: Lock, ranks: int, heads: int) -> list[Rank]:
@@ -85,14 +107,14 @@ def test_every_element_is_found_and_written(kind: str, ranks: int, heads: int, t
     folder = tiny.write(tmp_path / "m", kind, hidden_size=64, intermediate_size=96, num_key_value_heads=heads)
     lock = tiny.lock(folder, live_dtype="float32")
     models = ranks_of(lock, ranks, heads)
-    maps = [shardmap.find(model, lock.manifest, model.load, torch.float32) for model in models]
-    shardmap.require_filled([found.covered for found in maps])
-    cut = settle(lock.manifest, [found.shards for found in maps])
+    maps = [found(model, lock.manifest, torch.float32) for model in models]
+    shardmap.require_filled([each.covered for each in maps])
+    cut = settle(lock.manifest, [each.shards for each in maps])
     tables = len([spec for spec in lock.manifest if spec.shape[0] == tiny.VOCABULARY])
-    assert sum(found.padding for found in maps) == tables * 64 * (PADDED - tiny.VOCABULARY)
+    assert sum(each.padding for each in maps) == tables * 64 * (PADDED - tiny.VOCABULARY)
     replicas = [
-        Replica(model, found.views, lock, folder, CpuKernels(), shards=by_tensor(shards))
-        for model, found, shards in zip(models, maps, cut, strict=True)
+        Replica(model, each.views, lock, folder, CpuKernels(), shards=by_tensor(shards))
+        for model, each, shards in zip(models, maps, cut, strict=True)
     ]
     assert sum(replica.digest() for replica in replicas) % (1 << 64) == lock.digest
     whole = ranks_of(lock, ranks, heads)  # the same weights through the loader, made of whole tensors
@@ -123,10 +145,61 @@ def test_what_the_loader_leaves_elsewhere_is_refused(tmp_path: Path) -> None:
         model.load((name, tensor + 1 if "gate_proj" in name else tensor) for name, tensor in items)
 
     with pytest.raises(SliceError, match=r"gate_up_proj.* is no slice of a stored tensor.*--tp 1"):
-        shardmap.find(model, lock.manifest, scaled, torch.bfloat16)
+        shardmap.find(model, lock.manifest, scaled, torch.bfloat16, (Vocabulary,))
     (model,) = ranks_of(lock, 1, 2)
-    found = shardmap.find(model, lock.manifest, swapped, torch.bfloat16)  # no harm: it is found row by row
-    settle(lock.manifest, [found.shards])
-    assert len(by_tensor(found.shards)["model.layers.0.self_attn.q_proj.weight"]) == 3
+    placed = shardmap.find(model, lock.manifest, swapped, torch.bfloat16, (Vocabulary,))
+    settle(lock.manifest, [placed.shards])  # no harm: it is found row by row
+    assert len(by_tensor(placed.shards)["model.layers.0.self_attn.q_proj.weight"]) == 3
     with pytest.raises(SliceError, match=r"lm_head.weight is none of the stored tensors"):
         shardmap.require_filled([{"lm_head.weight": 0, "a": 1}, {"lm_head.weight": 0, "a": 0}])
+
+
+# ---------------------------------------------------------------- what no stored tensor fills
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write(tmp_path_factory.mktemp("shardmap") / "qwen2", "qwen2", hidden_size=64)
+
+
+@pytest.mark.parametrize("lacking", LACKING)
+def test_a_parameter_that_the_checkpoint_does_not_fill_is_refused(lacking: str, qwen: Path) -> None:
+    """The loader leaves zeros there, as it does in the padding of a vocabulary."""
+    lock = tiny.lock(qwen)
+    stored = [spec for spec in lock.manifest if spec.name != lacking]
+    assert len(stored) == len(lock.manifest) - 1
+    (model,) = ranks_of(lock, 1, 2)
+    place = model.place(lacking).replace(".", "/")
+    with pytest.raises(SliceError, match=f"do not fill the model's parameter {place}.*incomplete"):
+        slicemap.probe(model, qwen, stored, model.load, torch.bfloat16, (Vocabulary,))
+    for ranks in (1, 2):
+        with pytest.raises(SliceError, match=f"{place}.* is none of the stored tensors.*incomplete"):
+            maps = [found(model, stored) for model in ranks_of(lock, ranks, 2)]
+            shardmap.require_filled([each.covered for each in maps])
+
+
+def test_only_a_vocabulary_may_end_in_zeros(qwen: Path) -> None:
+    lock = tiny.lock(qwen)
+    (model,) = ranks_of(lock, 1, 2)
+    views = slicemap.probe(model, qwen, lock.manifest, model.load, torch.bfloat16, (Vocabulary,))
+    assert set(views) == {spec.name for spec in lock.manifest}
+    for kinds in ((), (nn.Linear,)):
+        with pytest.raises(SliceError, match=r"do not fill the model's parameter lm_head/weight"):
+            slicemap.probe(model, qwen, lock.manifest, model.load, torch.bfloat16, kinds)
+        with pytest.raises(SliceError, match=r"lm_head/weight.* from row 260 to 288: the checkpoint"):
+            shardmap.find(model, lock.manifest, model.load, torch.bfloat16, kinds)
+
+
+def test_a_vocabulary_that_begins_with_zeros_is_refused(qwen: Path) -> None:
+    lock = tiny.lock(qwen)
+    (model,) = ranks_of(lock, 1, 2)
+    table = model.memory["lm_head.weight"]
+
+    def late(items: Iterator[tuple[str, torch.Tensor]]) -> None:
+        model.load(items)
+        table.copy_(table.roll(4, 0))
+
+    with pytest.raises(SliceError, match=r"do not fill the model's parameter lm_head/weight"):
+        slicemap.probe(model, qwen, lock.manifest, late, torch.bfloat16, (Vocabulary,))
+    with pytest.raises(SliceError, match=r"lm_head/weight.* from row 0 to 4"):
+        shardmap.find(model, lock.manifest, late, torch.bfloat16, (Vocabulary,))

@@ -291,7 +291,7 @@ def load(
     kernels = placement.pick(device, backend, host)
     model = _model_of(engine)
     through = partial(vllm_start.through_loader, engine.vllm_config, model)
-    views = slicemap.probe(model, folder, specs, through, live)
+    views = slicemap.probe(model, folder, specs, through, live, vllm_start.padded())
     replica = Replica(model, views, lock, folder, kernels, device=device, host=host)
     require_base(lock, replica, folder)
     room = plan.on_device + plan.live <= plan.available // wish.sharing

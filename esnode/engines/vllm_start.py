@@ -22,6 +22,7 @@ from torch import nn
 from esnode.engines import vllm_cpu
 from esnode.engines.shortage import is_shortage
 from esnode.engines.wish import DEFAULT, Wish
+from esnode.slicemap import Modules
 from protocol.errors import UserError, first_line
 from protocol.lock import Lock
 
@@ -178,6 +179,13 @@ def _hidden(name: str) -> Iterator[None]:
     finally:
         if module is not None:
             sys.modules[name] = module
+
+
+def padded() -> Modules:
+    """The modules whose parameters vLLM makes longer than a checkpoint's: embeddings and output heads."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    return (VocabParallelEmbedding,)  # output heads derive from it
 
 
 def through_loader(config: Any, model: nn.Module, items: Iterator[tuple[str, torch.Tensor]]) -> None:

@@ -25,7 +25,7 @@ from esnode import kernels as kernel_registry
 from esnode import leash, manifest, placement, shardmap
 from esnode.engines import vllm_cpu
 from esnode.engines.shortage import is_shortage
-from esnode.engines.vllm_start import EXIT_FAULT, EXIT_MEMORY, through_loader
+from esnode.engines.vllm_start import EXIT_FAULT, EXIT_MEMORY, padded, through_loader
 from esnode.hostmaster import HostMaster, Layout
 from esnode.kernels.interface import Region
 from esnode.parts import master_of
@@ -101,7 +101,7 @@ class Rank:
         leash.die_with_thread()  # the node's main one, which loads the engine
         self._lock, self._folder = lock_from_bytes(lock), Path(folder)
         live = DTYPES[self._lock.live_dtype]
-        self._found = shardmap.find(self._model, self._lock.manifest, self._load, live)
+        self._found = shardmap.find(self._model, self._lock.manifest, self._load, live, padded())
         return self._found.shards, self._found.covered
 
     def fill(self, ranks: Sequence[Sequence[Shard]], backend: str | None, in_host: bool) -> str:
