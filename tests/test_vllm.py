@@ -5,21 +5,27 @@ vLLM pins its own torch, so it usually lives in an environment of its own (docs/
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from esnode.engines import vllm_start, vllm_watch
+from esnode.engines import vllm_cpu, vllm_engine, vllm_start, vllm_watch
+from esnode.engines.interface import never
 from esnode.engines.vllm_start import VllmUnavailable
+from esnode.memory import MemoryShort
+from esnode.slicemap import SliceError
+from tests import tiny
 
 installed = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 QUICK = ["llama"]
@@ -105,6 +111,24 @@ def test_what_cannot_be_cut_is_refused_before_vllm_is_started(
     assert said.startswith("False ") and re.search(words, said)
 
 
+@installed
+@pytest.mark.parametrize(
+    ("name", "ranks", "words"),
+    [
+        ("model.layers.1.mlp.up_proj.weight", 1, r"do not fill .* model.layers.1.mlp.gate_up_proj.weight: "),
+        ("model.layers.0.self_attn.extra.weight", 1, r"tensor model.layers.0.self_attn.extra.* .There is"),
+        pytest.param(
+            "model.layers.0.self_attn.k_proj.weight", 2, "layers.0.self_attn.qkv_proj.weight is none of",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)  # fmt: skip
+def test_a_checkpoint_that_lacks_a_tensor_or_has_another_is_refused(
+    name: str, ranks: int, words: str, tmp_path: Path
+) -> None:
+    assert re.search(words, check("llama", f"changed{ranks}:{name}", tmp_path))
+
+
 @pytest.mark.parametrize("version", ["0.11.2", "0.33.0", "1.0"])
 def test_an_untried_release_is_refused_in_a_sentence(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "version", lambda package: version)
@@ -129,6 +153,119 @@ def test_a_model_that_vllm_loads_and_cannot_compute_is_refused_in_a_sentence() -
         raise RuntimeError("Unsupported CPU attention configuration: head_dim=8")
     with pytest.raises(torch.OutOfMemoryError), vllm_start.first_answers(Path("model")):
         raise torch.OutOfMemoryError("smaller batches may do")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (
+            KeyError("layers.0.odd"),
+            r"tensor model.layers.0.odd .'layers.0.odd'.: .*Use --engine transformers",
+        ),
+        (AssertionError(), r"tensor model.layers.0.odd .AssertionError.: "),
+        (
+            ValueError("There is no module named 'layers.0.odd' in Model. It has: {'a', 'b'}"),
+            r"odd .There is no module named 'layers.0.odd' in Model.: its",
+        ),
+    ],
+)
+def test_a_tensor_that_the_loader_does_not_take_is_named(error: Exception, words: str) -> None:
+    items = iter([("model.norm", torch.ones(1)), ("model.layers.0.odd", torch.ones(1)), ("z", torch.ones(1))])
+    with pytest.raises(SliceError, match=words), vllm_start._named(items) as named:
+        for name, _ in named:
+            if name.endswith("odd"):
+                raise error
+    with pytest.raises(torch.OutOfMemoryError), vllm_start._named(items):
+        raise torch.OutOfMemoryError("no reason to leave vLLM")
+
+
+# ---------------------------------------------------------------- vLLM's own failures
+
+
+class Unsupported(ValueError):
+    """As pydantic raises it."""
+
+    def errors(self) -> list[dict[str, str]]:
+        return [{"msg": "Value error, Model architectures ['Odd'] are not supported for now. "
+                 "Supported architectures: dict_keys(['A', 'B'])"}]  # fmt: skip
+
+
+def load_failing(error: Exception, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Load an engine of a vLLM that fails so when it starts."""
+
+    def failing(arguments: Any) -> Any:
+        raise error
+
+    started: Any = ModuleType("vllm.v1.engine.llm_engine")
+    started.LLMEngine = SimpleNamespace(from_engine_args=failing)
+    vllm: Any = ModuleType("vllm")
+    vllm.EngineArgs = dict
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    monkeypatch.setitem(sys.modules, started.__name__, started)
+    monkeypatch.setattr(metadata, "version", lambda package: "0.32.0")
+    monkeypatch.setattr(vllm_cpu, "prepare", lambda: None)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    vllm_engine.load(tiny.lock(folder), folder, device="cpu", threads=1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write(tmp_path_factory.mktemp("vllm") / "llama", "llama")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB (capturing CUDA graphs)"),
+        RuntimeError("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA`"),
+        RuntimeError("CUDA out of memory occurred when warming up sampler with 256 dummy requests."),
+    ],
+)
+def test_memory_that_vllm_lacks_at_its_start_is_one_sentence(
+    error: Exception, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(MemoryShort, match=r"memory ran out while the model was loaded \(CUDA") as caught:
+        load_failing(error, folder, monkeypatch)
+    assert "\n" not in str(caught.value) and caught.value.__context__ is None
+
+
+def test_what_vllm_cannot_run_is_said_in_its_own_words(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(VllmUnavailable, match=r"Model architectures \['Odd'\] are not supported") as caught:
+        load_failing(
+            Unsupported("1 validation error for ModelConfig\n  Value error, ..."), folder, monkeypatch
+        )
+    assert str(caught.value).endswith("are not supported for now. Use --engine transformers")
+    with pytest.raises(VllmUnavailable, match=r"llama: no cache fits\. Add memory$"):
+        load_failing(ValueError("no cache fits. Add memory\nand more"), folder, monkeypatch)
+    with pytest.raises(RuntimeError, match="a fault"):
+        load_failing(RuntimeError("a fault"), folder, monkeypatch)
+
+
+class Queue:
+    """The requests of a vLLM that refuses one named token."""
+
+    def __init__(self) -> None:
+        self.waiting: list[str] = []
+
+    def add_request(self, name: str, prompt: dict[str, list[int]], setting: Any) -> None:
+        if 13 in prompt["prompt_token_ids"]:
+            raise ValueError("13 is refused")
+        self.waiting.append(name)
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.waiting)
+
+    def abort_request(self, names: list[str]) -> None:
+        self.waiting = [name for name in self.waiting if name not in names]
+
+
+def test_a_row_that_vllm_refuses_leaves_no_other_behind() -> None:
+    queue: Any = Queue()
+    engine: Any = object.__new__(vllm_engine.VllmEngine)
+    engine._engine, engine._served, engine._ranks = queue, 0, SimpleNamespace(turn=contextlib.nullcontext)
+    with pytest.raises(ValueError, match="13 is refused"):
+        engine._batch([[5, 6], [12, 13], [7]], [None] * 3, never)
+    assert not queue.waiting
 
 
 def test_logits_that_are_no_numbers_are_seen_where_they_are_made() -> None:

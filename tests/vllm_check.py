@@ -23,7 +23,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from esnode import manifest
@@ -56,14 +56,17 @@ KINDS: dict[str, dict[str, Any]] = {
 SEED, SIGMA = 77, 2.0**-6
 PROMPTS = [[5 + k, 6, 7, 8, 9 + 3 * k, 11, 13][: 3 + k % 4] for k in range(6)]
 TARGETS = [prompt[::-1] for prompt in PROMPTS]
+CONTEXT = tiny.SHAPE["max_position_embeddings"]
+EXTREMES = [[5], [5 + 7 * k % 200 for k in range(CONTEXT - 10)]]  # with their targets: 2 tokens, and all
+EXTREME_TARGETS = [[6], [9 * k for k in range(10)]]
 SAMPLING = Sampling(10, (tiny.END,))
 LOADERS: dict[str, Callable[..., Any]] = {"transformers": transformers_engine.load, "vllm": vllm_engine.load}
 
 
 def answers(engine: Any) -> tuple[Any, list[float]]:
-    """Greedy tokens and log-likelihoods."""
+    """Greedy tokens and log-likelihoods, those also of the shortest row and of one that fills the context."""
     tokens = engine.generate(PROMPTS, SAMPLING, [0] * len(PROMPTS))
-    return tokens, engine.loglik(PROMPTS, TARGETS)
+    return tokens, engine.loglik([*PROMPTS, *EXTREMES], [*TARGETS, *EXTREME_TARGETS])
 
 
 def beside_transformers(kind: str, place: str) -> dict[str, Any]:
@@ -236,9 +239,19 @@ def refused(folder: Path, ranks: int) -> str:
     return ""
 
 
+def changed(folder: Path, name: str, ranks: int) -> str:
+    """`refused` of the checkpoint without a tensor that it has, or with one that it has not."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    if tensors.pop(name, None) is None:
+        tensors[name] = torch.ones(32, 32, dtype=torch.bfloat16)
+    save_file(tensors, file, {"format": "pt"})
+    return refused(folder, ranks)
+
+
 def main(kind: str, what: str, place: str) -> None:
     """`what`: compare (runs the two after it) | transformers | vllm | perturb | fresh | bad | tpN:ROUNDS |
-    failingN | refusedN; `place`: a folder shared by them.
+    failingN | refusedN | changedN:TENSOR; `place`: a folder shared by them.
     """
     torch.set_num_threads(1)
     folder, perturbed = Path(place) / kind, Path(place) / f"{kind}-perturbed"
@@ -259,6 +272,9 @@ def main(kind: str, what: str, place: str) -> None:
         found = failing(folder, int(what[7:]))
     elif what.startswith("refused"):
         found = refused(folder, int(what[7:]))
+    elif what.startswith("changed"):
+        ranks, name = what[7:].split(":")
+        found = changed(folder, name, int(ranks))
     elif what == "bad":
         found = bad_input(folder)
     else:

@@ -104,14 +104,16 @@ class VllmEngine(ReplicaEngine):
     def loglik(
         self, prompts: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], stop: StopCheck = never
     ) -> list[float]:
-        """Sum of log p(target tokens | prompt) per row, teacher-forced, in nats; -inf for a broken row."""
-        from vllm import SamplingParams
+        """Sum of log p(target tokens | prompt) per row, teacher-forced, in nats; -inf for a broken row.
 
+        vLLM always draws a token: here it stands where a target's last one would, so that a row takes no more
+        room than it has tokens.
+        """
         rows = [[*prompt, *target] for prompt, target in zip(prompts, targets, strict=True)]
-        once = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        settings = [_asking(row[-1]) for row in rows]
         sums = []
-        for row, output in enumerate(self._settled(rows, [once] * len(rows), _of_prompt, stop)):
-            found = _of_prompt(output)[len(prompts[row]) - 1 :]
+        for row, output in enumerate(self._settled([row[:-1] for row in rows], settings, _asked, stop)):
+            found = _asked(output)[len(prompts[row]) - 1 :]
             sums.append(-math.inf if row in self._broken else math.fsum(found))
         return sums
 
@@ -175,17 +177,17 @@ class VllmEngine(ReplicaEngine):
         """All rows as one batch of requests; their outputs in order. Cancelled between two steps."""
         names = [f"{self._served}-{k}" for k in range(len(rows))]
         self._served += 1
-        for name, row, setting in zip(names, rows, settings, strict=True):
-            self._engine.add_request(name, {"prompt_token_ids": list(row)}, setting)
         finished: dict[str, Any] = {}
         try:
+            for name, row, setting in zip(names, rows, settings, strict=True):
+                self._engine.add_request(name, {"prompt_token_ids": list(row)}, setting)
             while self._engine.has_unfinished_requests():
                 if stop():
                     raise Cancelled
                 with self._ranks.turn():
                     stepped = self._engine.step()
                 finished |= {output.request_id: output for output in stepped if output.finished}
-        finally:  # also when memory ran out: nothing of this batch may be left for the next one
+        finally:  # whatever failed: nothing of this batch may be left for the next one
             if len(finished) < len(names):
                 self._engine.abort_request(names)
             while self._engine.has_unfinished_requests():
@@ -220,10 +222,24 @@ def _chosen(output: Any) -> list[float]:
     return [choices[token].logprob for choices, token in pairs]
 
 
-def _of_prompt(output: Any) -> list[float]:
-    """Log-probabilities of a prompt's tokens from the second on; nothing predicts the first."""
+def _asking(last: int) -> Any:
+    """vLLM's settings of a row that is only scored: its own tokens, and `last` behind them."""
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=0.0, max_tokens=1, prompt_logprobs=0, logprob_token_ids=[last], detokenize=False
+    )
+
+
+def _asked(output: Any) -> list[float]:
+    """Log-probabilities of a scored row's tokens from the second on (nothing predicts the first), then of the
+    one behind them.
+    """
     pairs = zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True)
-    return [choices[token].logprob for choices, token in pairs]
+    found = [choices[token].logprob for choices, token in pairs]
+    (behind,) = output.outputs[0].logprobs
+    *_, last = behind.values()  # the one that was drawn comes first, and is the same or of no interest
+    return [*found, last.logprob]
 
 
 def _unsound(
@@ -324,7 +340,7 @@ def _fingerprint(lock: Lock, device: str, version: str, ranks: int) -> bytes:
     kind = device.partition(":")[0]
     name = torch.cuda.get_device_name(device) if kind == "cuda" else torch.backends.cpu.get_cpu_capability()
     parts = (
-        "vllm engine 1", version, torch.__version__, lock.live_dtype, kind, name,
+        "vllm engine 2", version, torch.__version__, lock.live_dtype, kind, name,
         "chunk" if lock.repeatable else "unit", str(MOST_SEQUENCES), str(MOST_BATCHED_TOKENS),
         f"tp {ranks}",
     )  # fmt: skip

@@ -22,7 +22,7 @@ from torch import nn
 from esnode.engines import vllm_cpu
 from esnode.engines.shortage import is_shortage
 from esnode.engines.wish import DEFAULT, Wish
-from esnode.slicemap import Modules
+from esnode.slicemap import Modules, SliceError
 from protocol.errors import UserError, first_line
 from protocol.lock import Lock
 
@@ -117,7 +117,7 @@ def _started(lock: Lock, folder: Path, kind: str, threads: int | None, ranks: in
         with _hidden("llvmlite.binding.ffi"), _environment(kind, threads, ranks):
             return LLMEngine.from_engine_args(EngineArgs(**settings))
     except ValueError as error:
-        raise VllmUnavailable(f"vLLM cannot run the model in {folder}: {first_line(error)}") from None
+        raise VllmUnavailable(f"vLLM cannot run the model in {folder}: {_reason(error)}") from None
     except Exception as error:  # of a rank's process vLLM says no more than that it failed
         if ranks == 1 or is_shortage(error):
             raise
@@ -126,6 +126,17 @@ def _started(lock: Lock, folder: Path, kind: str, threads: int | None, ranks: in
             f"a process of the vLLM engine with {ranks} ranks did not start; its own words are {where}. Free "
             "memory, check the GPUs, or use --tp 1"
         ) from error
+
+
+def _reason(error: ValueError) -> str:
+    """vLLM's own words: of a configuration's error, whose first line only counts, and without the list of all
+    architectures that it knows.
+    """
+    told: list[dict[str, Any]] = error.errors() if hasattr(error, "errors") else []  # pydantic's
+    words = told[0]["msg"].removeprefix("Value error, ") if told else str(error)
+    words, listed, _ = words.partition(" Supported architectures")
+    reason = first_line(ValueError(words))
+    return f"{reason} Use --engine transformers" if listed else reason
 
 
 def _shown() -> bool:
@@ -181,6 +192,29 @@ def _hidden(name: str) -> Iterator[None]:
             sys.modules[name] = module
 
 
+@contextlib.contextmanager
+def _named(items: Iterator[tuple[str, torch.Tensor]]) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
+    """The same tensors; what a loader has against one is a SliceError. Loaders take them one by one."""
+    last = ""
+
+    def named() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal last
+        for name, tensor in items:
+            last = name
+            yield name, tensor
+
+    try:
+        yield named()
+    except (AssertionError, LookupError, RuntimeError, ValueError) as error:
+        if is_shortage(error):
+            raise
+        words = first_line(error).partition(". ")[0]  # the names that it does know may follow
+        raise SliceError(
+            f"vLLM's loader does not take the stored tensor {last} ({words}): its model has none of that "
+            "name, or of another shape. Use --engine transformers."
+        ) from error
+
+
 def padded() -> Modules:
     """The modules whose parameters vLLM makes longer than a checkpoint's: embeddings and output heads."""
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -192,12 +226,13 @@ def through_loader(config: Any, model: nn.Module, items: Iterator[tuple[str, tor
     """Stored tensors by name into the parameters, the way vLLM itself loads a checkpoint.
 
     Memory that held a parameter holds it afterwards too: some loaders replace the bias of an output layer.
+    SliceError, naming the tensor, when vLLM does not know one or expects another shape.
     """
     from vllm.config import set_current_vllm_config
 
     before = {name: parameter.data for name, parameter in model.named_parameters()}
-    with set_current_vllm_config(config):
-        model.load_weights(items)  # type: ignore[operator]
+    with set_current_vllm_config(config), _named(items) as named:
+        model.load_weights(named)  # type: ignore[operator]
     for name, parameter in model.named_parameters():
         held = before.get(name)
         if held is not None and held.data_ptr() != parameter.data_ptr():
