@@ -33,6 +33,7 @@ from protocol.messages import Ack, Evidence, EvidenceAsk, Message, Result, Unit
 SMALL_POOL = 16  # nodes up to which every result may look at all of them for a second node
 LONGEST_WAIT = 60.0  # seconds a complete round waits at most for a second result
 ASK_AGAIN = 3.0  # seconds between requests for scores that have not come
+FORGED = "does not fit"  # in a fault: the evidence is there, and it is not what was measured
 PATIENCE = 30.0  # seconds without an answer, after which an audit is judged without it
 
 # ---------------------------------------------------------------- choosing
@@ -154,8 +155,9 @@ def _ask(turn: Turn, case: Case) -> None:
 
 def on_evidence(turn: Turn, peer: bytes, message: Evidence) -> None:
     """Scores of a unit, in parts; whole and fitting their hash they enter every case that asked for them."""
-    for case in turn.audits.about(peer):
-        if not case.second:
+    for listed in turn.audits.about(peer):
+        case = turn.audits.by_number.get(listed.number)  # one judged before it may have put a node out
+        if case is None or not case.second:
             continue
         halves = tuple(_fed(turn.lock, half, message) if half.key == peer else half for half in case.halves)
         if halves == case.halves:
@@ -188,7 +190,7 @@ def _fed(lock: Lock, half: Half, message: Evidence) -> Half:
     return (
         replace(half, scores=scores, done=True)
         if fits
-        else replace(half, fault="its evidence does not fit its hash")
+        else replace(half, fault=f"its evidence {FORGED} its hash")
     )
 
 
@@ -240,10 +242,10 @@ def _finish(turn: Turn, case: Case) -> None:
     """Judge an audit by the evidence there is, journal the outcome and put out whoever fails."""
     assert case.second is not None
     turn.own_audits().end([case])
-    faults = [(half.key, half.fault) for half in case.halves if half.fault]
+    faults = _faults(case)
     first, second = case.first, case.second
     sums = _compared(turn, first, second, case)
-    record = Audited(first.key, second.key, msgspec.structs.astuple(sums), tuple(faults), ())
+    record = Audited(first.key, second.key, msgspec.structs.astuple(sums), tuple(faults.items()), ())
     state = admit_evidence(turn.state, record)
     verdicts: list[tuple[bytes, str]] = []
     while (found := _verdict(state, None if verdicts else (first.key, second.key))) is not None:
@@ -256,7 +258,7 @@ def _finish(turn: Turn, case: Case) -> None:
     if sums.other:
         names = " and ".join(turn.nodes[half.key].name for half in (first, second))
         turn.count("equal engines that differ", f"{names} have equal engines and measured other scores")
-    for key, fault in faults:
+    for key, fault in faults.items():
         turn.count("failed audits", f"{_name(turn, key)}: {fault}")
     for key, reason in verdicts:
         turn.count("quarantines", f"{_name(turn, key)}: {reason}")
@@ -265,10 +267,19 @@ def _finish(turn: Turn, case: Case) -> None:
             turn.take_all(key)
 
 
+def _faults(case: Case) -> dict[bytes, str]:
+    """Who failed this audit, and how: once each, however many of its units had a part; forgery outweighs loss."""
+    found: dict[bytes, str] = {}
+    for half in case.halves:
+        if half.fault and FORGED not in found.get(half.key, ""):
+            found[half.key] = half.fault
+    return found
+
+
 def _verdict(state: State, about: Sequence[bytes] | None) -> tuple[bytes, str] | None:
     """Who goes into quarantine next, of these or of all."""
     for key, (count, fault) in state.misses.items():
-        if key not in state.quarantined and (count >= audit.MISSES or "does not fit" in fault):
+        if key not in state.quarantined and (count >= audit.MISSES or FORGED in fault):
             return key, f"{fault} ({count} failed audit{'s' * (count > 1)})"
     return audit.judge(state.evidence, state.quarantined, about)
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import random
 
 import pytest
+from msgspec.structs import replace
 
 import coordinator.events as ce
 from coordinator import audit, machine
 from coordinator.audit import Sums
+from coordinator.cases import Audits, Case, Half
 from coordinator.membership import QUARANTINED, standing
+from protocol.messages import Evidence, Kind, Unit
 from protocol.shaping import coefficients
 from tests.desk import Desk, key_of
 from tests.pool import LIARS, Pool
@@ -82,7 +85,27 @@ def test_evidence_that_does_not_fit_its_hash_is_quarantine_at_once() -> None:
     pool = Pool(5, 4, share=1.0, members=8)
     pool.forge.add("b")
     pool.rounds(3)
-    assert "does not fit its hash" in pool.quarantined["b"]
+    assert pool.quarantined["b"] == "its evidence does not fit its hash (1 failed audit)"
+
+
+def test_a_case_that_ended_with_its_node_is_not_judged_after_it() -> None:
+    """One message feeds two cases; the first puts its sender out, and with it the second one's auditor."""
+    pool = Pool(5, 3, share=0.0, members=8)
+    desk, a, b, c = pool.desk, key_of("a"), key_of("b"), key_of("c")
+    one, other = (Unit(0, Kind.MEMBER, member, 0, 0) for member in (0, 1))
+    owed = Half(a, one, b"no hash!", (1.0,), b"")
+    case = Case(0, owed, auditor=b, second=Half(b, one, b"", (1.0,), b"", done=True))
+    twin = Case(
+        0, Half(c, other, b"", (1.0,), b"", done=True), theirs=(owed,), auditor=a,
+        second=Half(a, other, b"", (1.0,), b"", done=True),
+    )  # fmt: skip
+    audits = Audits().copy()
+    audits.begin(case)
+    audits.begin(twin)
+    desk.state = replace(desk.state, audits=audits)
+    desk.say("a", Evidence(one, 0, 25, (0.5,) * 25))
+    assert set(pool.quarantined) == {"a"} and not desk.state.audits.cases
+    assert desk.state.counters["failed audits"] == 1
 
 
 def test_a_restarted_node_that_has_lost_its_evidence_is_no_liar() -> None:
