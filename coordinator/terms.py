@@ -86,11 +86,14 @@ def heed(turn: Turn, name: str, hello: Hello, branch: Chain | None) -> Place | N
 def follows(turn: Turn, key: bytes, number: int) -> bool:
     """Whether this coordinator goes on above a term: of its own key, or of the one it comes after.
 
-    At work it does not where its own key has begun a later era: there a successor has a copy of the key.
+    Not above those of a later era that a copy of the key has begun: another successor's, to one that waits
+    itself; to one at work with this key, its successor's.
     """
-    if key == public_key(turn.state.key):
-        return turn.lineage.waiting or number < next_era(turn.term)
-    return key == _predecessor(turn.state)
+    mine, waiting = key == public_key(turn.state.key), turn.lineage.waiting
+    if not mine and key != _predecessor(turn.state):
+        return False
+    era = turn.chain.term if waiting else turn.term
+    return number < next_era(era) or not (mine or waiting)
 
 
 def _predecessor(state: State) -> bytes:
@@ -101,16 +104,17 @@ def _predecessor(state: State) -> bytes:
 def yield_to(turn: Turn, claim: Claim, name: str) -> None:
     """Stop, without a Bye: the nodes go on looking for the other one.
 
-    The next start takes over, unless the other one has my key: a lost folder that a service starts again and
-    again must not come between its successor and the nodes.
+    The next start takes over, but not where this one was at work and the other has its key: a lost folder
+    that a service starts again and again must not come between its successor and the nodes.
     """
-    if claim.key == public_key(turn.state.key):
-        how, rest = (
-            " with this one's signing key",
-            "retire this folder, or recover from a ledger into an empty one",
-        )
+    mine = claim.key == public_key(turn.state.key)
+    how, rest = (
+        " with this one's signing key" * mine,
+        "to take over from it, stop it and start this one again",
+    )
+    if mine and not turn.lineage.waiting:
+        rest = "retire this folder, or recover from a ledger into an empty one"
     else:
-        how, rest = "", "to take over from it, stop it and start this one again"
         record(turn, TermSeen(claim.number))
     reason = (
         f"another coordinator has taken {claim}{how}: {name} answered it, this one is of term {turn.term}. "

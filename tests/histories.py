@@ -27,8 +27,8 @@ class Histories:
         self.starters: dict[tuple[int, bytes], bytes] = {}  # term and signing key -> start
         self.promised: dict[bytes, set[bytes]] = {}  # node -> proofs of the terms it put on its disk
         self.begun: dict[
-            tuple[int, bytes], str
-        ] = {}  # term and tip -> the unforced successor that began there
+            bytes, tuple[str, int]
+        ] = {}  # tip -> the unforced successor that began there, its term
         self.cloned = False  # whether two coordinators sign as one
 
     def starts(self, name: str, journal: Sequence[Record]) -> str:
@@ -97,9 +97,9 @@ class Histories:
         if rows and 2 * heard <= len(rows) and not after.lineage.force and not ended:
             return f"{name} begins although {heard} of {len(rows)} recent members are heard"
         if rows and not (ended or after.lineage.force or after.guests.revoked or self.cloned):
-            other = self.begun.setdefault((after.term, path[-1]), name)
-            if other != name:
-                return f"{name} and {other} both begin in term {after.term}, and nobody forced either"
+            other, term = self.begun.setdefault(path[-1], (name, after.term))
+            if other != name and after.lineage.seen < term:  # else it was started again, to take over
+                return f"{name} and {other} both begin behind one entry, and nobody forced either"
         return ""
 
     def recent_workers(self, path: Sequence[bytes]) -> list[bytes]:

@@ -495,13 +495,18 @@ def test_two_forced_successors_that_both_sign_stop_everything_and_are_called_two
     assert heir.state.chain.term == 2 * ERA
 
 
-def test_of_two_successors_at_most_one_begins() -> None:
+LOST = World().signing_key
+
+
+@pytest.mark.parametrize("keys", [(HEIR, OTHER), (LOST, HEIR), (HEIR, LOST), (LOST, LOST)])
+def test_of_two_successors_at_most_one_begins(keys: tuple[bytes, bytes]) -> None:
+    """Also where one or both have a copy of the lost coordinator's key."""
     world = world_of(nodes=4, rounds=80, paces=(0.1,))
     committed(world, 2)
     lose_coordinator(world)
     ledger = raws_of(world)
-    one = succeed(world, ledger, "one", HEIR)
-    two = succeed(world, ledger, "two", OTHER)
+    one = succeed(world, ledger, "one", keys[0])
+    two = succeed(world, ledger, "two", keys[1])
     assert one.state.term == two.state.term, "else one could begin above the other"
     world.failing = True
     move(world, "one", "node-0", "node-1", "node-2")
@@ -511,7 +516,7 @@ def test_of_two_successors_at_most_one_begins() -> None:
     assert one.state.chain.round > 2 and two.state.lineage.waiting
     move(world, "two", "node-0")
     world.run(until=world.now + 5)
-    assert two.stopped is not None and f"key {public_key(HEIR).hex()[:16]}" in two.stopped[0]
+    assert two.stopped is not None and f"key {public_key(keys[0]).hex()[:16]}" in two.stopped[0]
     move(world, "one", "node-0", "node-3")
     world.run()
     assert one.state.chain.ended and len(tips(world)) == 1
