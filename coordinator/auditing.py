@@ -268,7 +268,7 @@ def _finish(turn: Turn, case: Case) -> None:
 
 
 def _faults(case: Case) -> dict[bytes, str]:
-    """Who failed this audit, and how: once each, however many of its units had a part; forgery outweighs loss."""
+    """Who failed this audit, and how: once each, whatever had a part in it; forgery outweighs loss."""
     found: dict[bytes, str] = {}
     for half in case.halves:
         if half.fault and FORGED not in found.get(half.key, ""):

@@ -43,7 +43,7 @@ def test_a_lock_holds_what_replicas_must_agree_on(model: Path, locked: tuple[Loc
     specs = manifest.read(model)
     assert lock.manifest == tuple(specs) and lock.base == manifest.base_digest(model, specs)
     assert lock.digest == tiny.digest(tiny.masters(model, specs))
-    assert (lock.train_prompts, lock.heldout_prompts, lock.per_round, lock.chunk) == (20, 16, 16, 4)
+    assert (lock.train_prompts, lock.heldout_prompts, lock.per_round, lock.chunk) == (16, 16, 16, 4)
     assert (lock.reward_low, lock.reward_high, lock.max_new_tokens) == (-1.0, 0.0, 24)
     assert lock.task_options == {"scale": 150.0, "time_limit": 5.0}
     assert lock.stop_ids == (tiny.END,) and lock.trusted == tuple(KEYS) and lock.parent is None
@@ -72,8 +72,8 @@ def test_a_plans_own_keys_come_first(model: Path) -> None:
 
 
 def test_more_prompts_than_there_are(model: Path) -> None:
-    with pytest.raises(LockError, match="per_round = 21: the task has only 20 training prompts"):
-        locking.resolve(planned(model, per_round=21), trusted=KEYS)
+    with pytest.raises(LockError, match="per_round = 17: the task has only 16 training prompts"):
+        locking.resolve(planned(model, per_round=17), trusted=KEYS)
 
 
 def test_a_prompt_longer_than_the_context_is_refused_with_its_index(model: Path) -> None:

@@ -3,7 +3,8 @@ conciseness).
 
 There the reward is minus the difference in characters between the answer and the shortest right answer;
 whether the answer is right is not asked. Here the difference is divided by `scale` and cut off at 1, so that
-the range is declared. The questions are our own.
+the range is declared. The questions are our own: such that the demo model ends about half of its answers by
+itself, since answers cut off at the limit are equally long whatever a member's noise is.
 """
 
 from __future__ import annotations
