@@ -5,7 +5,6 @@ Also the images' pip commands, in a virtual environment, as far as they are chea
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -33,7 +32,7 @@ class Engine:
         self.place, self._program = place, program
         self.services: dict[str, Any] = test_deploy.compose()["services"]
         self.running: dict[str, subprocess.Popen[bytes]] = {}
-        self._port = str(test_runbook.free_port())
+        self._ports = {port: str(test_runbook.free_port()) for port in ("5555", "5556")}
 
     def up(self) -> None:
         """What `compose up` does."""
@@ -53,8 +52,8 @@ class Engine:
             assert self.running[name].wait(PATIENCE) == 0, self.words(name)
             return
         assert condition == "service_healthy"
-        health = dict(test_deploy.stages()["coordinator"])["HEALTHCHECK"].partition(" CMD ")[2]
-        command = [*self._program, *json.loads(health)[1:]]
+        health = test_deploy.health(self.services[name])[1:]
+        command = [*self._program, *(self._inside(word, name) for word in health)]
         wait_for(lambda: _quiet(command, self._home(name)).returncode == 0)
 
     def _home(self, name: str) -> Path:
@@ -68,7 +67,7 @@ class Engine:
             folder = self.place / source.strip("./")
             folder.mkdir(exist_ok=True)
             text = text.replace(target, str(folder))
-        text = re.sub(r"\b5555\b", self._port, test_deploy.spelled(text))
+        text = re.sub(r"\b555[56]\b", lambda found: self._ports[found[0]], test_deploy.spelled(text))
         return "127.0.0.1" if text == "coordinator" else text
 
     def _start(self, name: str) -> None:
@@ -141,13 +140,15 @@ def test_the_coordinator_image_has_no_torch_and_serves(tmp_path: Path) -> None:
     """The container file's COPY and RUN lines, in a folder instead of an image; a toy node works for it."""
     source, prefix = tmp_path / "src", tmp_path / "esnode"
     source.mkdir()
-    for instruction, rest in test_deploy.stages()["build-coordinator"]:
-        if instruction == "COPY":
-            for name in rest.split()[:-1]:
-                copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-                copy(ROOT / name, source / name)
-        elif instruction == "RUN":
+    stages = test_deploy.stages()
+    for _, rest in stages["source"]:
+        for name in rest.split()[:-1]:
+            copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+            copy(ROOT / name, source / name)
+    for instruction, rest in stages["build-coordinator"][len(stages["common"]) :]:
+        if instruction == "RUN":
             command = rest.replace("/opt/esnode", str(prefix)).replace("python ", f"{sys.executable} ")
+            command = command.replace("/src", str(source))
             done = subprocess.run(
                 command, shell=True, cwd=source, capture_output=True, text=True, check=False
             )

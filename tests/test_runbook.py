@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import commands, tiny
+from tests import commands, test_deploy, tiny
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNBOOK = (ROOT / "deploy" / "RUNBOOK.md").read_text()
@@ -109,10 +109,29 @@ def test_console_blocks_name_what_is_here() -> None:
     assert lines
     for line in lines:
         words = shlex.split(line)
-        assert words[0] in ("systemctl", "journalctl"), line
-        assert (ROOT / "deploy" / f"{words[-1]}.service").is_file(), line
+        if words[0] in ("systemctl", "journalctl"):
+            services = [word for word in words if word.startswith("esnode-")]
+            assert services and all((ROOT / "deploy" / f"{name}.service").is_file() for name in services), (
+                line
+            )
+        elif words[0] == "docker":
+            check_compose(words)
+        else:  # the units' program, installed
+            assert words[0] in ("apt", "python3", "export") or words[0].startswith("/opt/esnode/bin/"), line
     for file in re.findall(r"deploy/([\w.-]+)", RUNBOOK):
         assert (ROOT / "deploy" / file).is_file()
+
+
+def check_compose(words: list[str]) -> None:
+    """`docker compose -f deploy/compose.yaml ...`: its services exist, and so does what `exec` calls."""
+    assert words[:4] == ["docker", "compose", "-f", "deploy/compose.yaml"], words
+    verb, *rest = words[4:]
+    names = [word for word in rest if not word.startswith("-")]
+    assert verb in ("up", "exec", "logs", "stop", "start"), words
+    assert set(names[:1]) <= test_deploy.compose()["services"].keys(), words
+    if verb == "exec":
+        assert names[1] == "esnode"
+        commands.check(names[2:])
 
 
 def test_commands_in_the_text_exist() -> None:
