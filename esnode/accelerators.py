@@ -6,13 +6,17 @@ functions.
 
 from __future__ import annotations
 
+import functools
 import re
+import subprocess
 from pathlib import Path
 
 _PCI = Path("/sys/bus/pci/devices")
 _VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD"}
 _DISPLAY, _COMPUTE = "0x03", "0x12"  # PCI classes of GPUs, with and without an output
 _NODES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # of drivers, in containers that see no PCI bus too
+_LISTED = re.compile(r"UUID: ((?:GPU|MIG)-[^)\s]+)")  # `nvidia-smi -L`: a GPU, its MIG slices, the next GPU
+_SECONDS = 30.0  # for nvidia-smi
 _TOO_OLD = re.compile(r"driver on your system is too old \(found version (\d+)\)")
 
 
@@ -46,6 +50,56 @@ def obstacle() -> str | None:
     except RuntimeError as error:
         return explain(vendor, str(error), built)
     return f"an {vendor} GPU is here, but none is visible to this process: see CUDA_VISIBLE_DEVICES"
+
+
+def identity(index: int, named: str) -> str:
+    """What tells the GPU that torch has as `index` from every other: its UUID; of a MIG slice, its own.
+
+    `named`: what CUDA_VISIBLE_DEVICES calls it, an index of the driver's or (the beginning of) a UUID; it is
+    the answer where neither torch nor nvidia-smi knows more.
+    """
+    cards = _listed()
+    uuid = None if named.startswith("MIG-") else _uuid(index)
+    found = _match(named, cards)
+    if uuid is not None:
+        found = next((known for card in cards for known in card if known.endswith(uuid)), f"GPU-{uuid}")
+    slices = next((slices for card, *slices in cards if card == found), [])
+    return slices[0] if slices else found  # of a GPU that is cut up, CUDA takes the first slice
+
+
+def _uuid(index: int) -> str | None:
+    """Of torch, which alone knows in what order CUDA counts; None where it has none to tell."""
+    import torch
+
+    try:
+        return str(torch.cuda.get_device_properties(index).uuid).removeprefix("GPU-")
+    except (AssertionError, AttributeError, RuntimeError):  # no CUDA in this build, too old, no such device
+        return None
+
+
+@functools.cache
+def _listed() -> list[list[str]]:
+    """UUIDs by nvidia-smi: of each GPU, then of its MIG slices; [] without nvidia-smi."""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    cards: list[list[str]] = []
+    for uuid in _LISTED.findall(done.stdout):
+        if uuid.startswith("GPU-"):
+            cards.append([uuid])
+        elif cards:
+            cards[-1].append(uuid)
+    return cards
+
+
+def _match(named: str, cards: list[list[str]]) -> str:
+    if named.isdecimal():
+        return cards[int(named)][0] if int(named) < len(cards) else named
+    found = [uuid for card in cards for uuid in card if uuid.startswith(named)]
+    return found[0] if len(found) == 1 else named
 
 
 def explain(vendor: str, error: str, built: str) -> str:

@@ -183,7 +183,8 @@ def _place() -> Path:
 
 
 def _name(device: str) -> str:
+    """Of the lock file: one for a GPU, however each node's CUDA_VISIBLE_DEVICES calls it."""
     kind, _, index = device.partition(":")
-    return (
-        f"{kind}-{visible(int(index))}" if kind == "cuda" and index.isdecimal() else device.replace(":", "-")
-    )
+    if kind != "cuda" or not index.isdecimal():
+        return device.replace(":", "-")
+    return f"{kind}-{accelerators.identity(int(index), visible(int(index))).replace('/', '-')}"

@@ -104,14 +104,16 @@ def require_bare(size: int, what: str) -> int:
     return free
 
 
-def words(plan: MemoryPlan) -> str:
-    """The plan in a line, for the log."""
+def words(plan: MemoryPlan, sharing: int = 1) -> str:
+    """The plan in a line, for the log. `sharing`: engines with such a plan on the same GPU."""
     parts = f"live weights {gb(plan.live)}, work {gb(plan.other)}"
     if not plan.host:
         parts = f"master {gb(plan.master)}, {parts}" if plan.master else f"{parts}; shared master"
     else:
         parts += f"; master {gb(plan.host)} in host memory of {gb(plan.host_available)} free"
     each = f" on each of {plan.ranks} GPUs" if plan.ranks > 1 else ""
+    if sharing > 1:
+        each = f" for each of {sharing} engines on one GPU, {gb(sharing * plan.on_device)} in all"
     return f"{gb(plan.on_device)} needed, {gb(plan.available)} free{each} ({parts})"
 
 

@@ -176,7 +176,7 @@ def load(options: Options, lock: Lock) -> Workshop:
     held: list[IO[str]] = []
 
     def tell(memory: MemoryPlan) -> None:
-        log.info("memory: %s", words(memory))
+        log.info("memory: %s", words(memory, options.wish.sharing if device != devices.CPU else 1))
         total = memory.ranks * memory.total
         if options.planned is not None:  # a lane, whose devices its node has claimed
             return options.planned(in_host(memory, device), total)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -72,3 +75,71 @@ def test_doctor_tells_it_and_is_ready_for_the_cpu(card: None, monkeypatch: pytes
     report = doctor.examine("cpu")
     assert "knows CUDA 11.4" in report["hardware"]["obstacle"]
     assert report["ready"] and "on the CPU, for the NVIDIA driver is too old" in report["verdict"]
+
+
+# ---------------------------------------------------------------- which GPU it is
+
+SMI = """GPU 0: NVIDIA H200 (UUID: GPU-aaaa1111-0000)
+GPU 1: NVIDIA A100 (UUID: GPU-bbbb2222-0000)
+  MIG 3g.20gb     Device  0: (UUID: MIG-cccc3333-0000)
+  MIG 3g.20gb     Device  1: (UUID: MIG-dddd4444-0000)
+"""
+
+
+@pytest.fixture
+def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """nvidia-smi of a machine with a whole GPU and one in two slices."""
+    command = tmp_path / "nvidia-smi"
+    command.write_text(f"#!/bin/sh\n[ \"$1\" = -L ] && cat <<'END'\n{SMI}END\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    accelerators._listed.cache_clear()
+    yield
+    accelerators._listed.cache_clear()
+
+
+def torch_says(monkeypatch: pytest.MonkeyPatch, *uuids: str) -> None:
+    """A torch that sees GPUs of these UUIDs, in its own order."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=uuids[index]))
+
+
+@pytest.mark.parametrize("named", ["0", "1", "GPU-aaaa", "GPU-aaaa1111-0000"])
+def test_a_gpu_is_known_by_its_uuid_however_it_is_named(
+    named: str, smi: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch_says(monkeypatch, "aaaa1111-0000")  # CUDA counts as it likes: its 1 may be nvidia-smi's 0
+    assert accelerators.identity(0, named) == "GPU-aaaa1111-0000"
+
+
+@pytest.mark.parametrize(
+    ("named", "uuid"),
+    [
+        ("0", "GPU-aaaa1111-0000"),
+        ("GPU-aa", "GPU-aaaa1111-0000"),
+        ("1", "MIG-cccc3333-0000"),
+        ("GPU-bbbb", "MIG-cccc3333-0000"),
+        ("MIG-dddd", "MIG-dddd4444-0000"),
+        ("MIG-cccc3333-0000", "MIG-cccc3333-0000"),
+        ("7", "7"),
+        ("GPU-", "GPU-"),
+    ],
+)
+def test_without_a_uuid_from_torch_nvidia_smi_tells(named: str, uuid: str, smi: None) -> None:
+    """Torch is built for CPUs here; of a GPU in slices CUDA takes the first; two that fit are no answer."""
+    assert accelerators.identity(0, named) == uuid
+
+
+def test_a_slice_by_what_torch_says_of_it(smi: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drivers give the UUID of the slice, older ones that of its GPU: the same slice."""
+    torch_says(monkeypatch, "cccc3333-0000", "bbbb2222-0000")
+    assert accelerators.identity(0, "1") == accelerators.identity(1, "1") == "MIG-cccc3333-0000"
+    assert accelerators.identity(1, "MIG-dddd4444-0000") == "MIG-dddd4444-0000", "its second slice"
+
+
+def test_without_nvidia_smi_the_uuid_of_torch_or_the_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accelerators, "_listed", list)
+    assert accelerators.identity(0, "3") == "3"
+    torch_says(monkeypatch, "GPU-eeee")
+    assert accelerators.identity(0, "3") == "GPU-eeee"

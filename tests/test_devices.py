@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -127,3 +129,22 @@ def test_two_nodes_never_share_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for file in held:
         file.close()
     assert devices.claim(["fake:0"], "node b")
+
+
+def test_a_gpu_by_another_name_is_the_same_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two nodes that see one card, one as index 0 and one as its UUID, and a third that sees another card."""
+    cards = {"0": "aaaa", "GPU-aaaa": "aaaa", "1": "bbbb"}
+
+    def properties(index: int) -> SimpleNamespace:
+        return SimpleNamespace(uuid=cards[os.environ["CUDA_VISIBLE_DEVICES"].split(",")[index]])
+
+    monkeypatch.setenv("ESNODE_DATA", str(tmp_path))
+    monkeypatch.setattr("torch.cuda.get_device_properties", properties)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    held = devices.claim(["cuda:0"], "node a of the run in /runs/one (process 12)")
+    for names in ("GPU-aaaa", "1,0"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", names)
+        with pytest.raises(DeviceError, match=r"is used by node a of the run in /runs/one"):
+            devices.claim([f"cuda:{names.count(',')}"], "node b")
+    assert devices.claim(["cuda:0"], "node b"), "the other card"
+    assert held

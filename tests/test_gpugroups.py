@@ -95,3 +95,10 @@ def test_a_group_is_the_ranks_of_its_lane() -> None:
     assert [fleet.ranks_of(lane, given.wish) for lane in given.lanes] == [2, 0, 0]
     two = options_of("cuda:0+cuda:1", "cpu", more=("--tp", "2"))
     assert [fleet.ranks_of(lane, two.wish) for lane in two.lanes] == [2, 2]
+
+
+def test_a_lane_is_told_how_many_share_its_gpu() -> None:
+    options = nodeoptions.parse(["--run", "r", "--name", "a", "--sharing", "2"])
+    assert options.wish.sharing == 2
+    assert "--sharing" in nodeoptions.lane_words(options, 1, None, 2)
+    assert "--sharing" not in nodeoptions.lane_words(options, 1, None)

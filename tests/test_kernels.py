@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from esnode.kernels import create
 from esnode.kernels.interface import Region, Slice
@@ -124,35 +121,6 @@ def test_the_largest_sums_do_not_wrap(kernels, c):
 
 
 # --- any slice, any thread count ---
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(1, 40), st.integers(1, 700), st.sampled_from(STARTS), st.randoms(use_true_random=False))
-def test_a_slice_holds_the_elements_of_the_whole(rows, columns, start, draw):
-    start = min(start, TOP - rows * columns)
-    r0, c0 = draw.randrange(rows), draw.randrange(columns)
-    r1, c1 = draw.randint(r0 + 1, rows), draw.randint(c0 + 1, columns)
-    values = weights(rows * columns).reshape(rows, columns)
-    m = noise.integers(3, 4, start, rows * columns).reshape(rows, columns)
-    dtype, live_dtype = draw.choice(list(LIVE.items()))
-    steps = [replace(step, seeds=step.seeds[:2], c=step.c[:2]) for step in steps_for(2, seed=rows)]
-    moved = torch.from_numpy(values.copy())
-    create("cpu").update(moved, steps, 4, Region.whole(rows * columns, start))
-    for name in BACKENDS:
-        end = min(r1, r0 + 2) if name == "triton" else r1  # its interpreter is slow, row by row
-        region = sub_region(rows, columns, r0, end, c0, c1, start)
-        part, part_m = values[r0:end, c0:c1].copy(), m[r0:end, c0:c1].copy()
-        kernels = create(name)
-        out = torch.empty(part.shape, dtype=torch.int32)
-        kernels.fill(3, 4, region, out)
-        assert (out.numpy() == part_m).all()
-        live = torch.empty(part.shape, dtype=live_dtype)
-        kernels.perturb(torch.from_numpy(part), live, 3, 4, region, SIGMA, -1)
-        expected = noise.perturb(part.reshape(-1), part_m.reshape(-1), SIGMA, -1, dtype)
-        assert (bits(live) == law_bits(expected)).all()
-        master = torch.from_numpy(part)
-        kernels.update(master, steps, 4, region)
-        assert (bits(master) == bits(moved[r0:end, c0:c1].contiguous())).all()
 
 
 def test_digests_of_slices_add_up(kernels):

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
-from hypothesis import strategies as st
 
 import protocol.noise as noise
 import protocol.seeds as seeds
@@ -169,11 +167,6 @@ def plain_m(seed: int, tensor: int, i: int) -> int:
     return 2 * q + 1 if w < 2**31 else -(2 * q + 1)
 
 
-@given(st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**62 - 1))
-def test_integers_agree_with_plain_python(seed, tensor, index):
-    assert noise.integers(seed, tensor, index, 1).tolist() == [plain_m(seed, tensor, index)]
-
-
 def test_every_word_gives_an_odd_bounded_m():
     largest = 0
     for top in range(0, 1 << 24, 1 << 20):
@@ -183,12 +176,6 @@ def test_every_word_gives_an_odd_bounded_m():
         assert (m & 1).all() and ((m < 0) == (w >= 2**31)).all()
         largest = max(largest, int(np.abs(m).max()))
     assert largest == noise.LARGEST_M
-
-
-@given(st.integers(0, 2**62 - 400), st.integers(0, 300), st.integers(1, 90))
-def test_a_run_is_its_elements(start, offset, count):
-    whole = noise.integers(11, 13, start, 400)
-    assert (noise.integers(11, 13, start + offset, count) == whole[offset : offset + count]).all()
 
 
 def test_addresses_outside_the_law_are_refused():
@@ -320,37 +307,6 @@ def test_a_floor_shrinks_the_step_of_one_flipped_answer():
     assert floored.c[15] / 2.0**floored.shift < 0.05 * free.c[15] / 2.0**free.shift
 
 
-@given(
-    st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=200),
-    st.floats(1e-9, 1e3),
-    st.sampled_from(["zscore", "ranks"]),
-    st.sampled_from([0.0, 1.0, 2.5]),
-)
-def test_sums_stay_within_int32(rewards, alpha, kind, clip):
-    found = shaping.coefficients(rewards, alpha, kind, clip)
-    assume(found is not None)
-    assert sum(map(abs, found.c)) <= shaping.MAX_SUM
-    assert shaping.MAX_SUM * noise.LARGEST_M < 2**31
-    assert sum(map(abs, found.c)) > 22900 - len(rewards)
-
-
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=40))
-def test_mirrored_pairs_merge(plus_minus):
-    rewards = [r for p in plus_minus for r in (p, 1 - p)]
-    found = shaping.coefficients(rewards, 0.01, "zscore")
-    pairs = len(plus_minus)
-    doubled = [s for k in range(pairs) for s in (k + 7, k + 7)]
-    step = shaping.make_step(found, doubled, mirrored=True, rounding_seed=3)
-    if found is None:
-        assert step is None
-        return
-    merged = shaping.merge_pairs(found.c)
-    assert [found.c[2 * k] - found.c[2 * k + 1] for k in range(pairs)] == list(merged)
-    # The merged noise moves the master exactly as its two sides do.
-    both = noise.weighted_sum(doubled, [c * (1, -1)[i % 2] for i, c in enumerate(found.c)], 9, 100, 50)
-    assert (noise.weighted_sum(step.seeds, step.c, 9, 100, 50) == both).all()
-
-
 def test_steps_check_what_they_hold():
     found = shaping.Coefficients((5, -5, 0, 7), 40)
     step = shaping.make_step(found, [1, 2, 3, 4], mirrored=False, rounding_seed=9)
@@ -372,15 +328,6 @@ def test_mirrored_members_share_a_seed_and_differ_in_sign():
     assert seeds.member_seed(RUN_ID, 4, 10, False) != seeds.member_seed(RUN_ID, 4, 11, False)
     assert [seeds.member_sign(i, True) for i in range(4)] == [1, -1, 1, -1]
     assert [seeds.member_sign(i, False) for i in range(4)] == [1, 1, 1, 1]
-
-
-@given(st.integers(1, 9), st.integers(1, 13), st.integers(0, 50))
-def test_rounds_walk_through_the_epochs(total, per_round, round):
-    joined = []
-    for epoch in range(per_round * 51 // total + 1):
-        joined += seeds.prompt_order(RUN_ID, epoch, total)
-    start = round * per_round
-    assert seeds.prompts_of_round(RUN_ID, round, per_round, total) == joined[start : start + per_round]
 
 
 def test_two_names_with_one_key_are_refused(monkeypatch):

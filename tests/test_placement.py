@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from esnode import memory, nodeoptions, placement
+from esnode import memory, placement
 from esnode.engines import transformers_engine
 from esnode.engines.interface import MemoryPlan
 from esnode.engines.wish import Wish
@@ -72,10 +72,10 @@ def test_engines_that_share_a_gpu_plan_with_their_part_of_it(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70 * GB, 80 * GB))
     assert memory.available("cuda") == 70 * GB
     assert memory.available("cuda", sharing=2) == 40 * GB
-    options = nodeoptions.parse(["--run", "r", "--name", "a", "--sharing", "2"])
-    assert options.wish.sharing == 2
-    assert "--sharing" in nodeoptions.lane_words(options, 1, None, 2)
-    assert "--sharing" not in nodeoptions.lane_words(options, 1, None)
+    assert memory.words(replace(PLAN, available=40 * GB), 2) == (
+        "53.0 GB needed, 40.0 GB free for each of 2 engines on one GPU, 106.0 GB in all "
+        "(master 30.0 GB, live weights 15.0 GB, work 8.0 GB)"
+    )
 
 
 def test_whoever_attaches_needs_no_memory_for_the_master(monkeypatch: pytest.MonkeyPatch) -> None:

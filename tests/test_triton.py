@@ -106,3 +106,22 @@ def test_the_gpu_check_needs_nothing_but_the_kernels() -> None:
     )
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]
     assert "failed" not in done.stdout and "skipped" not in done.stdout
+
+
+def test_tests_of_kernels_and_replicas_are_collected_there_too() -> None:
+    names = [
+        "gpu", "kernels", "kernels_volume", "noise_law", "selftest", "compiled", "triton", "replica",
+        "hostmaster", "placement",
+    ]  # fmt: skip
+    program = (
+        f"{BARE}\n"
+        "import pytest\n"
+        "sys.exit(pytest.main(['--collect-only', '-p', 'no:cacheprovider', *sys.argv[1:]]))\n"
+    )
+    command = [sys.executable, "-c", program, *(f"tests/test_{name}.py" for name in names)]
+    away = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=280, env=os.environ | away
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert all(f"tests/test_{name}.py::" in done.stdout for name in names)

@@ -71,7 +71,8 @@ engines_per_gpu = click.option(
     type=click.IntRange(1, 8),
     default=1,
     metavar="N",
-    help="Engines on each GPU, for small models [default: 1].",
+    help="Engines on each GPU, for small models, each with a master of its own; --master host: one for all "
+    "[default: 1].",
 )
 lanes = click.option(
     "--lanes",
