@@ -76,8 +76,7 @@ bench: setup
 
 # Needs no setup: whatever Python has torch, triton, numba, numpy, safetensors, transformers, click and pytest will do.
 gpu-check:
-	$(GPU_PYTHON) -m pytest -m gpu -rs tests/test_gpu.py
-	$(GPU_PYTHON) benchmarks/gpu.py --json gpu.json $(ARGS)
+	$(GPU_PYTHON) benchmarks/gpu.py --tests --json gpu.json $(ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

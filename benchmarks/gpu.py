@@ -1,19 +1,21 @@
-"""Noise kernels on a GPU: against its memory, and against the way other implementations make theirs.
+"""What `make gpu-check` runs: the tests on the GPU, then its figures, as a table and as JSON.
 
-    python benchmarks/gpu.py [--json FILE] [--weights 7e9] [--device cuda] [--shape 0.5b]
+    python benchmarks/gpu.py [--tests] [--json FILE] [--weights 7e9] [--device cuda] [--shape 0.5b ...]
     python benchmarks/gpu.py --docs FILE.json ...       put results into docs/benchmarks.md; measures nothing
 
-A float32 master and bf16 live weights in the tensor sizes of Qwen2.5-7B, cut to `--weights`. The floor of an
-operation is the time a device-to-device copy of the same number of bytes takes here. The peer's way: per
-tensor `Generator.manual_seed`, `torch.randn` in bf16, in-place `add_`; for the update once per member.
-`--device cpu` with TRITON_INTERPRET=1 tries the program itself on a machine without a GPU; its figures mean
-nothing.
+Each part is a process with a time of its own, together less than 8 minutes: one that hangs or runs out of
+memory costs its own rows, which say so. `--device cpu` with TRITON_INTERPRET=1 (and ESNODE_GPU=cpu for the
+tests) tries the program itself on a machine without a GPU; its figures mean nothing.
 
-Keys of the JSON: `device`, `torch`, `triton`, `weights`, `members`; per operation (`perturb`, `restore`,
-`update`, `digest`) the median `seconds`, `floor_seconds`, and `peer_seconds` with `ratio` (peer / ours) where
-peers have such an operation; `streamed` with the same of a float32 master in pinned host memory, its floor
-being the link's; `round` with the share that is not generation in a round of `members` members of 200 prompts
-times 512 tokens at `tokens_per_second`, which is given, not measured here; `whole_round`: see `gpu_round.py`.
+Keys of the JSON: `tests` (`passed`, `failed`, `skipped`, `names` of those that failed, `ended` when they were
+not finished); `device`, `torch`, `triton`, `members`; `weights` measured of `weights_asked`, as many as
+`free_bytes` carry; per operation (`perturb`, `restore`, `update`, `digest`) the median `seconds`,
+`seconds_per_1e9` weights, `floor_seconds` (of memory), `instruction_floor_seconds` with
+`values_per_second_at_most` (of a card whose rate is known), and `peer_seconds` with `ratio` (peer / ours)
+where peers have such an operation; `streamed` with the same of a float32 master in pinned host memory, its
+floor being the link's; `round` with the share that is not generation in a round of `members` members of 200
+prompts times 512 tokens at `tokens_per_second`, which is given, not measured here; `whole_rounds`: see
+`gpu_round.py`. A row that is missing has `failed` with the reason instead.
 """
 
 from __future__ import annotations
@@ -21,221 +23,177 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
-from importlib import metadata
+from collections.abc import Iterator
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import click
-import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # run from a checkout without installing
 
-from benchmarks import gpu_docs, gpu_round
-from esnode.hostmaster import HostMaster, Layout
-from esnode.kernels import Region, Slice, pick
-from esnode.kernels.streamed import StreamedKernels
-from protocol.seeds import tensor_key
-from protocol.shaping import MAX_SUM, Step
+from benchmarks import gpu_docs, gpu_part, gpu_round
 
-# Qwen2.5-7B: one embedding, 28 layers, an output matrix.
-VOCAB, HIDDEN, LAYERS, KEY_VALUE, INNER = 152064, 3584, 28, 512, 18944
-SIGMA, SHIFT = 2.0**-10, 45
 PROMPTS, TOKENS = 200, 512
+OPERATIONS = ("perturb", "restore", "update", "digest")
+TOTAL = 470.0  # seconds for everything; each part has at most its own, and what the parts before it have left
+SECONDS = {"tests": 200.0, "kernels": 80.0, "tiny": 60.0, "0.5b": 40.0, "1.5b": 45.0, "7b": 100.0}
+VLLM = 120.0  # for a round of any shape
+LEAST = 15.0  # a part with less than that does not begin
+EXPECTED = ("out of memory", "left out", "no time left")  # reasons for a missing row that are nobody's fault
 
 
-def sizes(weights: int) -> Iterator[tuple[str, int]]:
-    """Names and element counts that add up to `weights`."""
-    layer = [HIDDEN * HIDDEN, HIDDEN * KEY_VALUE, HIDDEN * KEY_VALUE, HIDDEN * HIDDEN]
-    layer += [HIDDEN * INNER, HIDDEN * INNER, INNER * HIDDEN, HIDDEN, HIDDEN]
-    left, k = weights, 0
-    for size in [VOCAB * HIDDEN, *layer * LAYERS, VOCAB * HIDDEN]:
-        if left:
-            yield f"tensor.{k}", min(size, left)
-            left, k = left - min(size, left), k + 1
-
-
-def clock(device: torch.device, call: Callable[[], object], repeats: int) -> float:
-    """Median seconds of a call, after one to warm up."""
-    taken = []
-    for _ in range(repeats + 1):
-        _wait(device)
-        began = time.perf_counter()
-        call()
-        _wait(device)
-        taken.append(time.perf_counter() - began)
-    return median(taken[1:])
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def copy_rate(device: torch.device) -> float:
-    """Bytes per second that a copy reads and writes together."""
-    count = 1 << (30 if device.type == "cuda" else 22)
-    source = torch.empty(count, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * count / clock(device, lambda: target.copy_(source), 5)
-
-
-class Ours:
-    """The master and the live weights of the whole model."""
-
-    def __init__(self, device: torch.device, weights: int, members: int) -> None:
-        self.kernels = pick(str(device), "triton")
-        self.parts = []
-        for name, count in sizes(weights):
-            master = torch.randn(count, device=device).mul_(0.02)
-            live = torch.empty(count, dtype=torch.bfloat16, device=device)
-            self.parts.append(Slice(master, live, tensor_key(name), Region.whole(count)))
-        coefficients = tuple((-1) ** i * (MAX_SUM // members) for i in range(members))
-        self.step = Step(tuple(range(members)), coefficients, SHIFT, 0)
-
-    def perturb(self) -> None:
-        self.kernels.perturb_many(self.parts, 7, SIGMA, 1)
-
-    def restore(self) -> None:
-        self.kernels.restore_many(self.parts)
-
-    def update(self) -> None:
-        for part in self.parts:
-            self.kernels.update(part.master, [self.step], part.tid, part.region)
-
-    def digest(self) -> None:
-        for part in self.parts:
-            self.kernels.digest(part.master, part.tid, part.region)
-
-
-class Peer:
-    """The live weights alone, perturbed in place tensor by tensor."""
-
-    def __init__(self, ours: Ours, members: int) -> None:
-        self.weights = [part.live for part in ours.parts]
-        self.members = members
-        self.generator = torch.Generator(self.weights[0].device)
-
-    def perturb(self) -> None:
-        for weight in self.weights:
-            self._add(weight, 7, SIGMA)
-
-    def update(self) -> None:
-        for weight in self.weights:
-            for seed in range(self.members):
-                self._add(weight, seed, (-1) ** seed * 1e-5)
-
-    def _add(self, weight: torch.Tensor, seed: int, factor: float) -> None:
-        self.generator.manual_seed(seed)
-        noise = torch.randn(weight.shape, dtype=weight.dtype, device=weight.device, generator=self.generator)
-        weight.add_(noise, alpha=factor)
-
-
-BYTES = {"perturb": 6, "restore": 6, "update": 8, "digest": 4}  # read and written per weight
-
-
-def streamed(device: torch.device, count: int, members: int, repeats: int) -> dict[str, Any]:
-    """A master in host memory on its way through the device."""
-    host = HostMaster.create(Layout((("w", count),), torch.float32, bytes(32)), str(device))
-    master, live = host.views["w"].fill_(0.02), torch.empty(count, dtype=torch.bfloat16, device=device)
-    kernels = StreamedKernels(pick(str(device), "triton"), pick("cpu"), str(device), fold_on_device=True)
-    step = Step(tuple(range(members)), (1000,) * members, SHIFT, 0)
-    place = Region.whole(count)
-    buffer = torch.empty_like(master, device=device)
-    down = clock(device, lambda: buffer.copy_(master, non_blocking=True), repeats)
-    calls: dict[str, Callable[[], object]] = {
-        "perturb": lambda: kernels.perturb(master, live, 7, 1, place, SIGMA, 1),
-        "update": lambda: kernels.update(master, [step], 1, place),
-    }
-    timed = {  # the floor of an update too: a link works both ways at once
-        what: {"seconds": clock(device, call, repeats), "floor_seconds": down} for what, call in calls.items()
-    }
-    link = {"pinned": host.obstacle is None, "link_bytes_per_second": 4 * count / down}
-    return {"weights": count, **link, **timed}
-
-
-def measure(device: torch.device, weights: int, members: int, rate: float, repeats: int) -> dict[str, Any]:
-    """Everything, as the JSON has it."""
-    copied = copy_rate(device)
-    ours = Ours(device, weights, members)
-    peer = Peer(ours, members)
-    found: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu, interpreted",
-        "torch": torch.__version__,
-        "triton": metadata.version("triton"),
-        "weights": weights,
-        "members": members,
-        "copy_bytes_per_second": copied,
-    }
-    for operation, size in BYTES.items():
-        seconds = clock(device, getattr(ours, operation), repeats)
-        found[operation] = {"seconds": seconds, "floor_seconds": weights * size / copied}
-        if hasattr(peer, operation):
-            theirs = clock(device, getattr(peer, operation), max(1, repeats // 2))
-            found[operation] |= {"peer_seconds": theirs, "ratio": theirs / seconds}
+def share(found: dict[str, Any], rate: float) -> dict[str, Any]:
+    """`round` of the JSON, from the rows of the kernels."""
+    if any("seconds" not in found.get(name, {}) for name in ("perturb", "update", "restore")):
+        return {"failed": "a row it needs is missing"}
+    members = found["members"]
     generation = members * PROMPTS * TOKENS / rate
-    other = members * found["perturb"]["seconds"] + found["update"]["seconds"] + found["restore"]["seconds"]
-    found["round"] = {"tokens_per_second": rate, "generation_seconds": generation, "other_seconds": other}
-    found["round"]["other_share"] = other / (other + generation)
-    found["streamed"] = streamed(device, min(weights, 10**9), members, repeats)
-    return found
+    once = found["update"]["seconds"] + found["restore"]["seconds"]
+    other = members * found["perturb"]["seconds"] + once
+    times = {"tokens_per_second": rate, "generation_seconds": generation, "other_seconds": other}
+    return {**times, "other_share": other / (other + generation)}
+
+
+def failures(found: dict[str, Any]) -> Iterator[str]:
+    """Sentences about what went wrong, for the end and for the exit code."""
+    tests = found.get("tests", {})
+    if tests.get("failed"):
+        yield f"{tests['failed']} tests failed: {', '.join(tests['names'])}"
+    if "ended" in tests:
+        yield f"the tests were not finished: {tests['ended']}"
+    rows = {name: found.get(name, {}) for name in (*OPERATIONS, "streamed")} | {"the kernels": found}
+    rows |= {f"{row['shape']} on {row['engine']}": row for row in found.get("whole_rounds", [])}
+    for name, row in rows.items():
+        for reason in (row.get("failed"), row.get("peer_failed")):
+            if reason and not reason.startswith(EXPECTED):
+                yield f"{name}: {reason}"
 
 
 def show(found: dict[str, Any]) -> None:
     """The same for people."""
-    print(f"{found['device']}, {found['weights'] / 1e9:.2f} G weights, {found['members']} members")
-    print(f"copy: {found['copy_bytes_per_second'] / 1e12:.2f} TB/s")
-    for operation in BYTES:
-        row = found[operation]
-        peers = f"  peer {row['peer_seconds']:.4f} s, {row['ratio']:.1f}x" if "ratio" in row else ""
-        print(f"{operation:8} {row['seconds']:.4f} s  (memory floor {row['floor_seconds']:.4f} s){peers}")
-    share = found["round"]
-    work = f"{PROMPTS} prompts x {TOKENS} tokens at {share['tokens_per_second']:.0f} tokens/s (given)"
-    print(f"a round of {work}: {share['other_share']:.1%} is not generation")
-    part = found["streamed"]
-    for operation in ("perturb", "update"):
-        row = part[operation]
-        floor = f"(the link alone {row['floor_seconds']:.3f} s)"
-        print(f"streamed {operation:8} of {part['weights'] / 1e9:.2f} G: {row['seconds']:.3f} s  {floor}")
-    if "whole_round" in found:
-        print(gpu_round.words(found["whole_round"]))
+    if "tests" in found:
+        tests = found["tests"]
+        ended = f"; not finished: {tests['ended']}" if "ended" in tests else ""
+        print("tests: {passed} passed, {failed} failed, {skipped} skipped".format(**tests) + ended)
+    if "device" in found:
+        used, asked = found["weights"], found["weights_asked"]
+        why = f" (of {asked / 1e9:.3g} G, cut to what {found['free_bytes'] / 1e9:.1f} GB free carry)"
+        cut = "" if used == asked else why
+        print(f"{found['device']}, {used / 1e9:.3g} G weights{cut}, {found['members']} members")
+        print("memory floor: a copy of as many bytes. instruction floor: what the multiprocessors can issue.")
+    for name in OPERATIONS:
+        print(f"{name:8} {_row(found.get(name, {}), found)}")
+    part = found.get("streamed", {})
+    for name in ("perturb", "update"):
+        if name in part:
+            row, size = part[name], f"{part['weights'] / 1e9:.3g} G"
+            floor = f"(the link alone {row['floor_seconds']:.3g} s)"
+            print(f"streamed {name:8} of {size}: {row['seconds']:.3g} s {floor}")
+    if "failed" in part:
+        print(f"streamed: {part['failed']}")
+    whole = found.get("round", {})
+    if "other_share" in whole:
+        work = f"{PROMPTS} prompts x {TOKENS} tokens at {whole['tokens_per_second']:.0f} tokens/s (given)"
+        print(f"a round of {work}: {whole['other_share']:.1%} is not generation")
+    for row in found.get("whole_rounds", []):
+        print(gpu_round.words(row))
 
 
-@click.command(help="Measure the noise kernels on a GPU.")
+def _row(row: dict[str, Any], found: dict[str, Any]) -> str:
+    if "seconds" not in row:
+        return str(row.get("failed") or found.get("failed") or "not measured")
+    floors = f"memory floor {row['floor_seconds']:.3g} s"
+    if "instruction_floor_seconds" in row:
+        floors += f", instruction floor {row['instruction_floor_seconds']:.3g} s"
+    peers = f"  peer {row['peer_seconds']:.3g} s, {row['ratio']:.1f}x" if "ratio" in row else ""
+    peers = f"  peer: {row['peer_failed']}" if "peer_failed" in row else peers
+    return f"{row['seconds']:.4g} s, {row['seconds_per_1e9']:.3g} s per 1e9 weights ({floors}){peers}"
+
+
+class Check:
+    """The parts, one after another, and what they have found so far."""
+
+    def __init__(self, device: str, to: Path | None) -> None:
+        self.found: dict[str, Any] = {}
+        self._device, self._to, self._end = device, to, time.monotonic() + TOTAL
+
+    def tests(self) -> None:
+        arguments = ["-m", "gpu", "-rs", "tests/test_gpu.py"]
+        self._add(tests=gpu_part.tests(arguments, self._left(SECONDS["tests"])))
+
+    def kernels(self, weights: int, members: int, repeats: int, rate: float) -> None:
+        seconds = self._left(SECONDS["kernels"])
+        numbers = map(str, (weights, members, repeats, seconds / 2))  # half: compiling and loading are in it
+        self._add(**gpu_part.run("benchmarks.gpu_kernels", [self._device, *numbers], seconds))
+        self._add(round=share(self.found, rate))
+
+    def whole_round(self, shape: str, engine: str) -> None:
+        seconds = self._left(VLLM if engine == "vllm" else SECONDS[shape])
+        row = {"shape": shape, "engine": engine, "failed": "no time left for it"}
+        if seconds >= LEAST:
+            arguments = [self._device, shape, engine, str(seconds)]
+            row = gpu_part.run("benchmarks.gpu_round", arguments, seconds)
+        self._add(whole_rounds=[*self.found.get("whole_rounds", []), row])
+
+    def _left(self, most: float) -> float:
+        return min(most, self._end - time.monotonic())
+
+    def _add(self, **found: Any) -> None:
+        self.found |= found
+        if self._to is not None:  # at once: whatever ends us later, this is kept
+            self._to.write_text(json.dumps(self.found, indent=2) + "\n")
+
+
+@click.command(help="Test and measure the noise kernels on a GPU.")
 @click.option("--device", default="cuda", show_default=True)
-@click.option("--weights", type=float, default=7e9, show_default=True)
+@click.option("--tests", is_flag=True, help="First the tests on the GPU.")
+@click.option("--weights", type=float, help="At most [default: 7e9; 2e5 with --device cpu].")
 @click.option("--members", type=click.IntRange(1, 900), default=30, show_default=True)
 @click.option(
     "--rate", type=float, default=20_000, show_default=True, help="Tokens/s of the engine, for the share."
 )
 @click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True)
-@click.option("--shape", type=click.Choice(["none", *gpu_round.SHAPES]), default="0.5b", show_default=True)
+@click.option(
+    "--shape", "shapes", multiple=True, type=click.Choice(["none", *gpu_round.SHAPES]),
+    default=gpu_round.MEASURED, show_default=True, help="Models of whole rounds.",
+)  # fmt: skip
 @click.option(
     "--docs", multiple=True, type=click.Path(path_type=Path, exists=True), help="Put this JSON into the docs."
 )
 @click.option("--json", "to", type=click.Path(path_type=Path, dir_okay=False), help="Write JSON there.")
 def main(
     device: str,
-    weights: float,
+    tests: bool,
+    weights: float | None,
     members: int,
     rate: float,
     repeats: int,
-    shape: str,
+    shapes: tuple[str, ...],
     docs: tuple[Path, ...],
     to: Path | None,
 ) -> None:
     if docs:
         return gpu_docs.write([json.loads(path.read_text()) for path in docs])
+    _require(device)
+    check = Check(device, to)
+    if tests:
+        check.tests()
+    check.kernels(int(weights or (2e5 if device == "cpu" else 7e9)), members, repeats, rate)
+    wanted = [shape for shape in shapes if shape != "none"]
+    for engine in gpu_round.ENGINES:
+        for shape in wanted[: 1 if engine == "vllm" else None]:  # its start takes a minute
+            check.whole_round(shape, engine)
+    show(check.found)
+    wrong = list(failures(check.found))
+    if wrong:
+        raise click.ClickException("; ".join(wrong))
+
+
+def _require(device: str) -> None:
+    import torch
+
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise click.ClickException("no CUDA or ROCm GPU in this machine; there is nothing to measure")
-    found = measure(torch.device(device), int(weights), members, rate, repeats)
-    torch.cuda.empty_cache()
-    if shape != "none":
-        found["whole_round"] = gpu_round.measure(device, shape)
-    show(found)
-    if to is not None:
-        to.write_text(json.dumps(found, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -27,8 +27,8 @@ def checkpoint(folder: Path, sizes: dict[str, tuple[int, ...]]) -> Path:
     return folder
 
 
-def lock(folder: Path, kernels: Kernels, **changes: Any) -> Lock:
-    """A lock of four members, whose digest is taken by these kernels, of the CPU."""
+def lock(folder: Path, kernels: Kernels, device: str = "cpu", **changes: Any) -> Lock:
+    """A lock of four members, whose digest is taken by these kernels, of that device."""
     specs = tuple(manifest.read(folder))
     fields: dict[str, Any] = {
         "model": "bare", "base": "00" * 32, "digest": 0, "manifest": specs, "task": "toy", "data": "00" * 32,
@@ -39,7 +39,7 @@ def lock(folder: Path, kernels: Kernels, **changes: Any) -> Lock:
         "trusted": ("00" * 32,),
     } | changes  # fmt: skip
     sketch = Lock(**fields)
-    return Lock(**(fields | {"digest": State.load(sketch, folder, kernels).digest()}))
+    return Lock(**(fields | {"digest": State.load(sketch, folder, kernels, device=device).digest()}))
 
 
 def commits(run: Lock, rounds: int) -> list[Entry]:

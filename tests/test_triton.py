@@ -95,6 +95,7 @@ def test_the_gpu_check_needs_nothing_but_the_kernels() -> None:
         "import importlib.util, pytest\n"
         "spec = importlib.util.spec_from_file_location('gpu', 'benchmarks/gpu.py')\n"
         "spec.loader.exec_module(importlib.util.module_from_spec(spec))\n"
+        "import benchmarks.gpu_kernels\n"
         "few = 'second_process or fifty_rounds_of or host_memory or engines or streamed_slices'\n"
         "arguments = ['-m', 'gpu', '-p', 'no:cacheprovider', '-k', few, 'tests/test_gpu.py']\n"
         "sys.exit(pytest.main(arguments))\n"
