@@ -23,8 +23,8 @@ from benchmarks import gpu_limits
 from benchmarks.gpu_part import reason, say
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "vocab_size": 512, "tie_word_embeddings": True},
+    "tiny": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2,
+             "num_key_value_heads": 1, "vocab_size": 512, "tie_word_embeddings": True},
     "0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
              "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936,
              "tie_word_embeddings": True},
