@@ -129,10 +129,11 @@ class Check:
 
     def whole_round(self, shape: str, engine: str) -> None:
         seconds = self._left(VLLM if engine == "vllm" else SECONDS[shape])
-        row = {"shape": shape, "engine": engine, "failed": "no time left for it"}
+        row: dict[str, Any] = {"failed": "no time left for it"}
         if seconds >= LEAST:
             arguments = [self._device, shape, engine, str(seconds)]
             row = gpu_part.run("benchmarks.gpu_round", arguments, seconds)
+        row |= {"shape": shape, "engine": engine}  # also of one that ended before it said so
         self._add(whole_rounds=[*self.found.get("whole_rounds", []), row])
 
     def _left(self, most: float) -> float:
