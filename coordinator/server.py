@@ -3,7 +3,7 @@
 Shell around the pure core. Lives here: the loop and its order of effects. Every turn drains the socket,
 steps the core once per message, flushes everything it must remember in one transaction, adopts the new
 state, and only then speaks. Needs no torch. Exit codes: 0 the run is over or was asked to stop, 1 refused
-in one sentence on stderr, 70 a bug.
+in one sentence on stderr, 3 another coordinator is at work, 70 a bug.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from coordinator.turn import Turn
 from protocol.chain import Chain
 from protocol.entries import public_key
 from protocol.messages import Hello
-from protocol.terms import Claim, read_proof
+from protocol.terms import EXIT_YIELDED, Claim, read_proof
 
 # Terms of one coordinator and its restarts: a successor begins the next era, for the lost one may have taken
 # more terms than anybody has shown. Started anew every five seconds it would fill an era in six days.
@@ -120,7 +120,7 @@ def yield_to(turn: Turn, claim: Claim, name: str) -> None:
         f"another coordinator has taken {claim}{how}: {name} answered it, this one is of term {turn.term}. "
         f"Let that one work; {rest}"
     )
-    turn.effects.append(Stop(reason, 1))
+    turn.effects.append(Stop(reason, EXIT_YIELDED))
     turn.set(stopped=reason)
 
 

@@ -1,8 +1,8 @@
 """The processes of a local run: start them, restart what crashes, stop them cleanly, quote their last words.
 
 Each child runs on a leash (see `leash.py`), in its own session, so that Ctrl-C reaches only the parent, which
-then asks the children one by one. Exit code 0 means done, 1 a refusal in words (never retried), everything
-else a crash. Called by `run.py`; whoever starts another process of ours takes `importable`.
+then asks the children one by one. Exit code 0 means done, 1 and 3 a refusal in words (never retried),
+everything else a crash. Called by `run.py`; whoever starts another process of ours takes `importable`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from protocol.errors import UserError
+from protocol.terms import EXIT_YIELDED
 
 MAX_CRASHES = 3  # within FORGET_AFTER seconds; a fourth one is a fault that restarting does not mend
 FORGET_AFTER = 600.0
@@ -101,7 +102,7 @@ class Children:
             self._crashed(child, code, now)
 
     def _crashed(self, child: Child, code: int, now: float) -> None:
-        if code == REFUSED:
+        if code in (REFUSED, EXIT_YIELDED):
             raise ChildFailed(f"{child.name} stopped: {_sentence(child)}")
         child.crashes = [at for at in child.crashes if now - at < FORGET_AFTER] + [now]
         if len(child.crashes) > MAX_CRASHES:

@@ -15,6 +15,7 @@ from protocol.chain import Chain
 from protocol.counting import rounds
 from protocol.entries import SIGNATURE, CommitBody, Entry, public_key, signed_by
 
+EXIT_YIELDED = 3  # of a coordinator: another is at work, and a start of this one would take over from it
 _DOMAIN = b"esnode term 1"
 _COPIED = "Two coordinators run as one (a copied data folder or key)"
 _APART = "Two coordinators of different keys took the same term, neither of which knew of the other"

@@ -14,6 +14,7 @@ import pytest
 from esnode import folder
 from esnode.children import MAX_CRASHES, Child, ChildFailed, Children
 from esnode.folder import FolderError, RunFolder
+from protocol.terms import EXIT_YIELDED
 from tests.runs import ROOT, alive, wait_for
 
 PATIENCE = 20.0
@@ -131,12 +132,10 @@ def test_old_crashes_are_forgotten(modules: Path) -> None:
     worker.process.wait()
 
 
-def test_a_refusal_is_not_retried_and_its_sentence_is_shown(modules: Path) -> None:
-    write(
-        modules,
-        "refuse",
-        "import sys\nprint('noise', flush=True)\nsys.exit('esnode: the moon is too far away')\n",
-    )
+@pytest.mark.parametrize("code", [1, EXIT_YIELDED])
+def test_a_refusal_is_not_retried_and_its_sentence_is_shown(modules: Path, code: int) -> None:
+    said = "esnode: the moon is too far away"
+    write(modules, "refuse", f"import sys\nprint('noise\\n{said}', flush=True)\nsys.exit({code})\n")
     children = Children()
     children.add(child(modules, "refuse"))
     worker = children.all["worker"]

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
+from protocol.terms import EXIT_YIELDED
 from tests import commands
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,6 +45,11 @@ def unit(name: str) -> dict[str, list[tuple[str, str]]]:
             assert separator, line
             current.append((key, value))
     return sections
+
+
+def test_a_coordinator_that_yields_is_not_started_again() -> None:
+    kept = dict(unit("esnode-coordinator")["Service"])["RestartPreventExitStatus"].split()
+    assert str(EXIT_YIELDED) in kept
 
 
 @pytest.mark.parametrize("name", UNITS)

@@ -16,6 +16,7 @@ from coordinator.terms import ERA
 from protocol.chain import Chain
 from protocol.entries import EntryKind, parse, public_key
 from protocol.messages import Rehello
+from protocol.terms import EXIT_YIELDED
 from tests import people
 from tests.actors import COORDINATOR, SimCoordinator
 from tests.checkers import Violation
@@ -325,7 +326,7 @@ def test_an_old_coordinator_that_comes_back_stops_when_it_meets_the_new_term() -
     old.start()
     move(world, COORDINATOR, FIRST)
     world.run(until=world.now + 5)
-    assert old.stopped is not None and old.stopped[1] == 1
+    assert old.stopped is not None and old.stopped[1] == EXIT_YIELDED
     taken = f"term {heir.state.term} (key {public_key(HEIR).hex()[:16]}"
     assert taken in old.stopped[0] and "node-0 answered" in old.stopped[0]
     move(world, "heir", FIRST)
@@ -352,7 +353,7 @@ def test_an_old_coordinator_stops_when_a_successor_has_its_own_key(answered: boo
     old.start()
     move(world, COORDINATOR, FIRST)
     world.run(until=world.now + 5)
-    assert old.stopped is not None and old.stopped[1] == 1
+    assert old.stopped is not None and old.stopped[1] == EXIT_YIELDED
     assert f"has taken term {heir.state.term} (key" in old.stopped[0]
     assert "with this one's signing key" in old.stopped[0]
     assert old.state.chain.round == 2, "it has not gone on behind it"
