@@ -219,6 +219,9 @@ def _weigh(turn: Turn, peer: bytes, name: str, branch: Chain, shared: int) -> Pl
     """A successor goes on from the strongest chain that anybody showed; the others wait until it begins."""
     if not stronger(branch, turn.chain):
         return UNCLEAR  # it has answered; where it goes is decided at the beginning
+    if terms.outdone(turn, branch):
+        terms.yield_to(turn, Claim(branch.term, branch.signer, branch.entries[-1].nonce), name)
+        return UNCLEAR
     if shared < turn.chain.height:
         _name_orphans(turn, "the ledger held so far", turn.chain, shared)
         turn.state = replace(turn.state, nodes={})  # where they stand has to be found out again

@@ -36,14 +36,21 @@ UNCLEAR = Place(False, "")
 
 
 def next_term(state: State) -> int:
-    """The number a start takes: the next one of this folder, or the first of an era above another's."""
+    """The number a start takes: the next one of this folder, or, where another has been met in its era or
+    above it, the first of an era above both.
+    """
     others = max(state.chain.term, state.lineage.seen)
-    return state.term + 1 if others <= state.term else next_era(others)
+    met = state.lineage.seen and _era(state.lineage.seen) >= _era(state.term)
+    return next_era(max(others, state.term)) if met or others > state.term else state.term + 1
+
+
+def _era(number: int) -> int:
+    return number // ERA
 
 
 def next_era(number: int) -> int:
     """The first number of the era behind that of `number`: all who succeed to one coordinator take it."""
-    return (number // ERA + 1) * ERA
+    return (_era(number) + 1) * ERA
 
 
 def take_above(turn: Turn, number: int, key: bytes) -> None:
@@ -58,13 +65,17 @@ def take_above(turn: Turn, number: int, key: bytes) -> None:
 
 
 def heed(turn: Turn, name: str, hello: Hello, branch: Chain | None) -> Place | None:
-    """None when the highest term this node answered lies below mine, is mine, or mine now lies above it."""
+    """None when the highest term this node answered lies below mine, is mine, or mine now lies above it.
+
+    In one era it is not the number that counts, which grows with every start: who waits yields to whoever was
+    answered, who has signed goes on.
+    """
     state, chain = turn.state, turn.chain
-    if hello.term < state.term:
+    if hello.term < (_era(state.term) * ERA if state.lineage.waiting else state.term):
         return None
     claim = read_proof(state.lock.run_id, hello.term, hello.proof)
     mine = Claim(state.term, public_key(state.key), state.nonce)
-    if claim == mine:
+    if claim == mine or (claim is not None and claim.key == mine.key and claim.number < mine.number):
         return None
     trusted = {*chain.trusted, *(branch.trusted if branch is not None else ())}
     if claim is None or claim.key not in trusted:
@@ -75,7 +86,8 @@ def heed(turn: Turn, name: str, hello: Hello, branch: Chain | None) -> Place | N
             f"this node has answered a coordinator of term {hello.term}, this one is of term {state.term}, "
             "and it cannot prove that the run trusts that one",
         )
-    signed = claim.number == state.term == chain.term  # by me: that one has not, or both must stop
+    # That one has signed nothing then, or both must stop.
+    signed = chain.signer == mine.key and _era(claim.number) == _era(chain.term) == _era(state.term)
     if signed or follows(turn, claim.key, claim.number):
         take_above(turn, claim.number, claim.key)
         return None
@@ -93,7 +105,16 @@ def follows(turn: Turn, key: bytes, number: int) -> bool:
     if not mine and key != _predecessor(turn.state):
         return False
     era = turn.chain.term if waiting else turn.term
-    return number < next_era(era) or not (mine or waiting)
+    return number < next_era(era)
+
+
+def outdone(turn: Turn, branch: Chain) -> bool:
+    """Whether a ledger shows to one that waits that another successor works in its era or in a later one."""
+    return (
+        branch.signer != public_key(turn.state.key)
+        and _era(branch.term) >= _era(turn.term)
+        and not branch.ended
+    )
 
 
 def _predecessor(state: State) -> bytes:
