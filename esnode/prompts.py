@@ -230,8 +230,9 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _numbers(given: Any, name: str, folder: Path) -> list[int]:
-    """A number, a list of them or nothing, of a configuration."""
+    """A whole number (2048.0 is one too), a list of them or nothing, of a configuration."""
     found = given if isinstance(given, list) else [] if given is None else [given]
-    if not all(type(number) is int for number in found):
-        raise ModelError(f"{folder}: {name} is {cut(repr(given))}, which is no number: copy the model again.")
-    return found
+    if not all(type(one) is int or (type(one) is float and one.is_integer()) for one in found):
+        what = f"{name} is {cut(repr(given))}, which is no whole number"
+        raise ModelError(f"{folder}: {what}: copy the model again.")
+    return [int(one) for one in found]

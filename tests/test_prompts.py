@@ -5,12 +5,14 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
+import shutil
 import struct
 from pathlib import Path
 
 import pytest
 
 from esnode import prompts, tasks
+from esnode.models import ModelError
 from esnode.prompts import Prepared, PromptError, pinned_template
 from tests import tiny
 
@@ -73,6 +75,26 @@ def test_another_template_or_tokenizer_changes_the_digest(short: Prepared) -> No
     assert Prepared(tokenizer, short.task, DATE).digest("train") == short.digest("train")
     tokenizer.chat_template = tiny.TEMPLATE.replace("<|assistant|>", "<|assistant|>\n")
     assert Prepared(tokenizer, short.task, DATE).digest("train") != short.digest("train")
+
+
+@pytest.mark.parametrize(("written", "context"), [("400.0", 400), ("4e2", 400), ("400", 400), ("null", 0)])
+def test_a_whole_number_may_be_written_with_a_point(
+    written: str, context: int, folder: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    config = f'{{"eos_token_id": [256.0, 11], "max_position_embeddings": {written}}}'
+    (tmp_path / "config.json").write_text(config)
+    prepared = prompts.prepare(tmp_path, opened("short-answers"), DATE)
+    assert prepared.context == context and prepared.stop_ids == (11, 12, 256)
+    assert {type(number) for number in (prepared.context, *prepared.stop_ids)} == {int}
+
+
+@pytest.mark.parametrize("written", ["2048.5", "1e400", "NaN", "true", '"2048"'])
+def test_a_context_that_is_no_whole_number_is_named(written: str, folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "config.json").write_text(f'{{"max_position_embeddings": {written}}}')
+    with pytest.raises(ModelError, match=r"max_position_embeddings is .*, which is no whole number"):
+        prompts.prepare(tmp_path, opened("short-answers"), DATE)
 
 
 # ---------------------------------------------------------------- the clock

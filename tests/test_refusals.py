@@ -156,8 +156,40 @@ def test_only_places_that_were_named_are_the_users_to_mend(monkeypatch: pytest.M
     for word in ("--out=/a/b", "file:/a/b", "/a/b/c/d"):
         assert of(errno.ENOENT, "/a/b/c", word), word
     assert front.explain(OSError(errno.ENOENT, ""), ("/a",)) is None
+    assert of(errno.ENOENT, "/a", "/") and of(errno.ENOENT, "/a", "/a")
     monkeypatch.setenv("ESNODE_CONFIG", "/conf")
-    assert of(errno.ENOTDIR, "/conf/signing.key")
+    assert of(errno.ENOTDIR, "/conf/signing.key") and not of(errno.ENOTDIR, "/config/signing.key")
+
+
+@pytest.mark.parametrize(
+    ("path", "words", "named"),
+    [
+        ("runs/mine/journal.sqlite", "run", False),
+        ("4711/x", "show 4", False),
+        ("run/x", "run --rounds 4", False),
+        ("plan/x", "plan new", False),
+        ("new/x", "plan new", False),
+        ("runs.new", "run --out run", False),
+        ("run/x", "status run", True),
+        ("run.new", "show 4 --plot run", True),
+        ("run.new/x", "run --out run.new", True),
+        ("run/x", "run --out run", True),
+        ("new/x", "plan show new", True),
+        ("4/x", "show 4", True),
+    ],
+)
+def test_a_place_is_named_as_a_whole_and_by_no_name_of_a_command(
+    path: str, words: str, named: bool, here: Path,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A file of ours that is missing beside such a place is a bug of ours, with its trace."""
+
+    def fails(**_: object) -> None:
+        raise FileNotFoundError(errno.ENOENT, "", str(here / path))
+
+    monkeypatch.setattr(front.cli, "main", fails)
+    code, err = said(capsys, *words.split())
+    assert (code, "Traceback" in err) == ((1, False) if named else (70, True)), err
 
 
 # ---------------------------------------------------------------- memory
@@ -268,12 +300,12 @@ def test_a_damaged_file_of_the_model_is_one_sentence_and_leaves_nothing(
 
 
 @pytest.mark.parametrize("value", ['"x"', "[1, null]", "2.5", "true"])
-def test_an_end_of_text_that_is_no_number_is_named(
+def test_an_end_of_text_that_is_no_whole_number_is_named(
     value: str, case: Case, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = damaged(case, here, "generation_config.json", f'{{"eos_token_id": {value}}}')
     code, err = said(capsys, "run", "--model", str(folder), "--out", "new")
-    assert code == 1 and "eos_token_id is" in err, err
+    assert code == 1 and "eos_token_id is" in err and "which is no whole number" in err, err
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a bug of ours"), OSError(errno.ENOSPC, "full")])

@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any, NoReturn
 
 import click
@@ -158,11 +159,27 @@ def explain(error: OSError, words: Sequence[str] = ()) -> str | None:
 
 
 def _is_named(path: str, words: Sequence[str]) -> bool:
-    """Whether a path is one of the words (`x`, `--out=x`, `file:x`), below one, or on the way to one."""
-    path = os.path.abspath(path)
-    parts = [part for word in words for part in (word, word.partition("=")[2], word.partition(":")[2])]
-    named = [os.path.abspath(part) for part in [*parts, *map(os.environ.get, PLACES)] if part]
-    return any(path.startswith(place) or place.startswith(path) for place in named)
+    """Whether a path is one of the words (`x`, `--out=x`, `file:x`), below one, or on the way to one.
+
+    Those that name the command are none of them: `run` of `esnode run` is no folder.
+    """
+    given = _arguments(cli, words)
+    parts = [part for word in given for part in (word, word.partition("=")[2], word.partition(":")[2])]
+    named = [_absolute(part) for part in [*parts, *map(os.environ.get, PLACES)] if part]
+    ours = [_absolute(path), _absolute(path.removesuffix(".new"))]  # of a file, its draft too
+    return any(one.is_relative_to(place) or place.is_relative_to(one) for one in ours for place in named)
+
+
+def _arguments(command: click.Command, words: Sequence[str]) -> Sequence[str]:
+    """What is left of the words after those that name a subcommand of `command`."""
+    if not isinstance(command, click.Group) or not words:
+        return words
+    found = command.get_command(click.Context(command), words[0])
+    return words if found is None else _arguments(found, words[1:])
+
+
+def _absolute(path: str) -> PurePath:
+    return PurePath(os.path.abspath(path))
 
 
 def fail(message: str, code: int = 1) -> NoReturn:
