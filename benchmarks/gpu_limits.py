@@ -41,7 +41,7 @@ def issued(device: torch.device) -> float | None:
 
 
 def instruction_floor(operation: str, values: int, rate: float | None) -> dict[str, float]:
-    """`instruction_floor_seconds` of so many noise values, and `values_per_second` at most; {} if unknown."""
+    """`instruction_floor_seconds` of so many noise values and `values_per_second_at_most`; {} if unknown."""
     if rate is None or operation not in INSTRUCTIONS:
         return {}
     most = rate / INSTRUCTIONS[operation]

@@ -26,9 +26,11 @@ def say(**found: Any) -> None:
 
 
 def reason(error: BaseException) -> str:
-    """Why a row is missing, in a line."""
+    """Why a row is missing, in a line: of what is nobody's fault in the words of `gpu.EXPECTED`."""
     words = str(error).splitlines()[0] if str(error) else "no reason given"
-    return "out of memory" if "out of memory" in str(error).lower() else f"{type(error).__name__}: {words}"
+    if "out of memory" in str(error).lower():
+        return "out of memory"
+    return words if isinstance(error, TimeoutError) else f"{type(error).__name__}: {words}"
 
 
 def run(module: str, arguments: Sequence[str], seconds: float) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from benchmarks import gpu, gpu_docs, gpu_kernels, gpu_limits, gpu_part, gpu_round
 from esnode import memory
+from tests import slow_law  # noqa: F401 - where no GPU is, Triton's kernels are interpreted from then on
 
 CPU = torch.device("cpu")
 GB = 10**9
@@ -93,13 +94,24 @@ def test_a_row_out_of_memory_costs_that_row(
     assert found["update"]["ratio"] > 0 and found["digest"]["seconds_per_1e9"] > 0
 
 
-def test_rows_for_which_no_time_is_left_say_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_for_which_no_time_is_left_say_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     clock = gpu_kernels.Clock(CPU, 1, time.monotonic() + 60, 10)
     copied = gpu_kernels.copy_rate(CPU, clock)
     late = gpu_kernels.Clock(CPU, 1, time.monotonic() - 1, 10)
     with pytest.raises(TimeoutError, match="no time left"):
         gpu_kernels.copy_rate(CPU, late)
     assert copied > 0
+    gpu_kernels.resident(CPU, 3000, 2, gpu_kernels.Clock(CPU, 1, time.monotonic() + 60, 10))
+    assert list(gpu.failures(rows(capsys))) == []
+    monkeypatch.setattr(gpu_kernels, "copy_rate", lambda device, clock: copied)
+    gpu_kernels.resident(CPU, 3000, 2, late)
+    found = rows(capsys)
+    assert [found[name] for name in gpu.OPERATIONS] == [{"failed": "no time left for it"}] * 4
+    assert list(gpu.failures(found)) == [], "a slow card is nobody's fault"
+    wrong = {"digest": {"failed": gpu_part.reason(ValueError("no time left"))}}
+    assert list(gpu.failures(wrong)) == ["digest: ValueError: no time left"]
 
 
 def test_a_clock_repeats_less_where_a_call_takes_long() -> None:
