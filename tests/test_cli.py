@@ -168,6 +168,7 @@ def test_every_command_has_help_with_an_example(words: tuple[str, ...]) -> None:
     shown = CliRunner().invoke(front.cli, [*words, "--help"])
     assert shown.exit_code == 0, shown.output
     assert "\b" not in shown.output, "click's mark stands at the beginning of a paragraph only"
+    assert "None" not in shown.output
     assert "Example" in shown.output and f"esnode {' '.join(words)}" in shown.output
     for line in re.findall(r"^ +(esnode .*)$", shown.output, re.MULTILINE):
         commands.named(shlex.split(line.partition(" > ")[0])[1:])

@@ -23,6 +23,10 @@ class Number(click.FloatRange):
             self.fail(f"{value} is not a finite number.", param, ctx)
         return number
 
+    def _describe_range(self) -> str:
+        """For `--help`, where click would write "x<=None" of a range without bounds."""
+        return "" if self.min is None and self.max is None else super()._describe_range()
+
 
 class NewFile(click.Path):
     """A file to write, looked at before the work that fills it: its folder is there, it is none itself."""
