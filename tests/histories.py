@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from coordinator.events import EntryAppended, Record, Recovery
 from coordinator.state import State
+from coordinator.terms import ERA
 from protocol.entries import CommitBody, Entry, EntryKind, RosterBody, parse, public_key
 from tests.tree import Tree
 
@@ -98,7 +99,9 @@ class Histories:
             return f"{name} begins although {heard} of {len(rows)} recent members are heard"
         if rows and not (ended or after.lineage.force or after.guests.revoked or self.cloned):
             other, term = self.begun.setdefault(path[-1], (name, after.term))
-            if other != name and after.lineage.seen < term:  # else it was started again, to take over
+            # Started again after it had yielded to that era, it takes over.
+            took_over = after.lineage.seen // ERA >= term // ERA
+            if other != name and not took_over:
                 return f"{name} and {other} both begin behind one entry, and nobody forced either"
         return ""
 

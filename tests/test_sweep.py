@@ -33,6 +33,7 @@ KNOWN_BAD: dict[int, str] = {
     613769: "no node held a ledger for a second successor, the ruler had to be started again: simulator",
     615271: "of two copies the operator kept the one without END, all nodes had the other's: simulator",
     700524: "a lost coordinator had signed in a term that no ledger showed: its successor took the same",
+    913719: "a third successor took over from an era whose waiting successor it had met: simulator",
     700267: "a successor with a copied key was taken for the lost coordinator: another one began beside it",
     68: "a torn ledger file under a running node was a fault of the simulator itself",
 }
