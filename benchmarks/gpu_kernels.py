@@ -1,8 +1,7 @@
 """The noise kernels on a GPU against its floors, and against the way other implementations make theirs.
 
 A float32 master and bf16 live weights in the tensor sizes of Qwen2.5-7B, cut to what `--weights` asks for or
-to what the free memory carries. The peer's way: per tensor `Generator.manual_seed`, `torch.randn` in bf16,
-in-place `add_`; for the update once per member. A part of `gpu.py`, which starts it as
+to what the free memory carries. The peer's way: `peer.py`, in bf16. A part of `gpu.py`, which starts it as
 `python -m benchmarks.gpu_kernels`.
 """
 
@@ -20,6 +19,7 @@ import torch
 
 from benchmarks import gpu_limits
 from benchmarks.gpu_part import reason, say
+from benchmarks.peer import Peer
 from esnode.hostmaster import HostMaster, Layout
 from esnode.kernels import Region, Slice, pick
 from esnode.kernels.streamed import StreamedKernels
@@ -30,10 +30,8 @@ from protocol.shaping import MAX_SUM, Step
 VOCAB, HIDDEN, LAYERS, KEY_VALUE, INNER = 152064, 3584, 28, 512, 18944
 SIGMA, SHIFT = 2.0**-10, 45
 BYTES = {"perturb": 6, "restore": 6, "update": 8, "digest": 4}  # read and written per weight
-RESIDENT, STREAMED = (
-    6,
-    10,
-)  # bytes of the GPU a weight takes: master and live; master, buffer and live
+RESIDENT = 6  # bytes of the GPU that a weight takes: master and live
+STREAMED = 10  # master, buffer and live
 MOST_STREAMED = 10**9
 
 
@@ -117,29 +115,6 @@ class Ours:
             self.kernels.digest(part.master, part.tid, part.region)
 
 
-class Peer:
-    """The live weights alone, perturbed in place tensor by tensor."""
-
-    def __init__(self, ours: Ours, members: int) -> None:
-        self.weights = [part.live for part in ours.parts]
-        self.members = members
-        self.generator = torch.Generator(self.weights[0].device)
-
-    def perturb(self) -> None:
-        for weight in self.weights:
-            self._add(weight, 7, SIGMA)
-
-    def update(self) -> None:
-        for weight in self.weights:
-            for seed in range(self.members):
-                self._add(weight, seed, (-1) ** seed * 1e-5)
-
-    def _add(self, weight: torch.Tensor, seed: int, factor: float) -> None:
-        self.generator.manual_seed(seed)
-        noise = torch.randn(weight.shape, dtype=weight.dtype, device=weight.device, generator=self.generator)
-        weight.add_(noise, alpha=factor)
-
-
 def operation(name: str, ours: Ours, peer: Peer, clock: Clock, copied: float, rate: float | None) -> Any:
     """A row of the table."""
     weights = sum(part.region.count for part in ours.parts)
@@ -188,7 +163,7 @@ def resident(device: torch.device, weights: int, members: int, clock: Clock) -> 
     copied, rate = copy_rate(device, clock), gpu_limits.issued(device)
     say(copy_bytes_per_second=copied, instructions_per_second=rate)
     ours = Ours(device, weights, members)
-    peer = Peer(ours, members)
+    peer = Peer([part.live for part in ours.parts], members, SIGMA)
     for name in BYTES:
         try:
             say(**{name: operation(name, ours, peer, clock, copied, rate)})

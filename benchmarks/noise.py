@@ -2,10 +2,9 @@
 
     python benchmarks/noise.py [--json] [--quick] [--threads 1 --threads 2]
 
-Peer: for every tensor `Generator.manual_seed`, `torch.randn` in bf16, one in-place `add_`; for the update
-once per member. Ours: `kernels.perturb_many` from a float32 master to bf16 live weights, and one fused
-`kernels.update` of all members, digest included. Weights have the shapes of SmolLM2-135M; repetitions of both
-sides alternate, and medians are compared.
+Peer: `peer.py`, in bf16. Ours: `kernels.perturb_many` from a float32 master to bf16 live weights, and one
+fused `kernels.update` of all members, digest included. Weights have the shapes of SmolLM2-135M; repetitions
+of both sides alternate, and medians are compared.
 
 Keys of the JSON: `threads` maps each thread count (as text) to `perturb_ratio` and `update_ratio` (peer
 seconds / our seconds: how many times faster ours is) and, per operation and side, `perturb_peer`,
@@ -28,6 +27,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # run from a checkout without installing
 
+from benchmarks.peer import Peer
 from esnode.doctor import hardware
 from esnode.kernels import Kernels, Region, Slice, pick
 from protocol.seeds import tensor_key
@@ -81,28 +81,6 @@ class Ours:
             self.digest += self.kernels.update(part.master, [self.step], part.tid, part.region)[0]
 
 
-class Peer:
-    """bf16 weights, perturbed in place tensor by tensor."""
-
-    def __init__(self, sizes: dict[str, tuple[int, ...]], members: int) -> None:
-        self.weights = [(torch.randn(shape) * 0.02).to(torch.bfloat16) for shape in sizes.values()]
-        self.members = members
-        self.generator = torch.Generator()
-
-    def _add(self, weight: torch.Tensor, seed: int, factor: float) -> None:
-        self.generator.manual_seed(seed)
-        weight.add_(torch.randn(weight.shape, dtype=weight.dtype, generator=self.generator), alpha=factor)
-
-    def perturb(self) -> None:
-        for weight in self.weights:
-            self._add(weight, 7, SIGMA)
-
-    def update(self) -> None:
-        for weight in self.weights:
-            for seed in range(self.members):
-                self._add(weight, seed, (-1) ** seed * 1e-5)
-
-
 def clock(call: Callable[[], None]) -> float:
     """Seconds one call takes."""
     started = time.perf_counter()
@@ -129,7 +107,8 @@ def measure(
     """The whole comparison; `repeats` are those of perturb and of update."""
     kernels = pick("cpu", kernel)
     sizes = shapes(quick)
-    peer, ours = Peer(sizes, members), Ours(kernels, sizes, members)
+    weights = [(torch.randn(shape) * 0.02).to(torch.bfloat16) for shape in sizes.values()]
+    peer, ours = Peer(weights, members, SIGMA), Ours(kernels, sizes, members)
     results: dict[str, Any] = {}
     for count in threads:
         torch.set_num_threads(count)

@@ -13,7 +13,6 @@ import hashlib
 import math
 import struct
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -59,15 +58,9 @@ def _half(turn: Turn, peer: bytes, result: Result) -> Half:
 
 
 def _chosen(turn: Turn, unit: Unit, share: float) -> bool:
-    drawn = _keyed(turn.secret).copy()
-    drawn.update(struct.pack("<QQQ", unit.round, unit.member, unit.first))
-    return int.from_bytes(drawn.digest(), "little") < share * 2**64
-
-
-@lru_cache(maxsize=1)
-def _keyed(secret: bytes) -> hashlib.blake2b:
-    """The hash that has only taken its key in, which is half of the work; to be copied."""
-    return hashlib.blake2b(key=secret, digest_size=8)
+    words = struct.pack("<QQQ", unit.round, unit.member, unit.first)
+    drawn = hashlib.blake2b(words, key=turn.secret, digest_size=8).digest()
+    return int.from_bytes(drawn, "little") < share * 2**64
 
 
 def give_out(turn: Turn, keys: Sequence[bytes] | None = None) -> None:

@@ -6,8 +6,6 @@ Pure. Every decision is a function that returns the verdict and the reason in wo
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import msgspec
 from msgspec.structs import replace
 
@@ -178,12 +176,7 @@ def standing(node: Node, round: int, now: float) -> tuple[str, str]:
         return BEHIND, f"it has applied {node.applied} of {rounds(round)}"
     if node.stalled:
         return STALLED, f"member {node.stalled[0].member} stands still at {node.stalled[1] / 10:.0f}%"
-    return READY, _after(node.applied)
-
-
-@lru_cache(maxsize=16)  # every result asks how its node stands
-def _after(count: int) -> str:
-    return f"after {rounds(count)}"
+    return READY, f"after {rounds(node.applied)}"
 
 
 def alive(node: Node, now: float) -> bool:

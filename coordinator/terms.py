@@ -98,8 +98,8 @@ def heed(turn: Turn, name: str, hello: Hello, branch: Chain | None) -> Place | N
 def follows(turn: Turn, key: bytes, number: int) -> bool:
     """Whether this coordinator goes on above a term: of its own key, or of the one it comes after.
 
-    Not above those of a later era that a copy of the key has begun: another successor's, to one that waits
-    itself; to one at work with this key, its successor's.
+    Not above those of a later era. Those of its own key are a copy's: another successor's, to one that waits
+    itself; to one at work, its successor's. And the one it comes after has been started anew, to take over.
     """
     mine, waiting = key == public_key(turn.state.key), turn.lineage.waiting
     if not mine and key != _predecessor(turn.state):

@@ -235,10 +235,10 @@ def _assign_one(turn: Turn, key: bytes) -> None:
     """`assign` for a node by itself, as after nearly every result."""
     if not _may_work(turn, key):
         return
-    lanes = turn.nodes[key].hello.lanes
-    while len(turn.nodes[key].leases) <= lanes and _give_next(turn, key):
+    depth = membership.depth(turn.nodes[key])
+    while len(turn.nodes[key].leases) < depth and _give_next(turn, key):
         pass
-    if len(turn.nodes[key].leases) < lanes:
+    if len(turn.nodes[key].leases) < turn.nodes[key].hello.lanes:
         _help_out(turn, [key])
 
 

@@ -21,11 +21,6 @@ OVERFLOW = "the perturbed model's logits are NaN or infinite"
 TURN_STREAMS = 0x9E3779B97F4A7C15  # odd, so that turns of one episode draw from different streams
 
 
-def answers(count: int) -> str:
-    """1 -> "1 answer", 3 -> "3 answers"."""
-    return f"{count} answer" + "s" * (count != 1)
-
-
 @dataclass(frozen=True, slots=True)
 class Episode:
     """One prompt's outcome. `texts`: what the model said, turn by turn (none for a likelihood).

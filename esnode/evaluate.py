@@ -30,7 +30,7 @@ from esnode.scoring import Scorer
 from esnode.tell import Tell, silent
 from esnode.template import template
 from protocol import plan, seeds
-from protocol.counting import rounds
+from protocol.counting import answers, rounds
 from protocol.errors import UserError
 from protocol.lock import Lock
 
@@ -139,7 +139,7 @@ class Report:
             words.append(f"{self.settings.samples} samples at temperature {self.settings.temperature:g}")
         words.append(f"{self.tokens} tokens in {self.seconds:.1f} s")
         for reason, count in self.floored.items():
-            words.append(f"{episodes.answers(count)} got the floor: {reason}")
+            words.append(f"{answers(count)} got the floor: {reason}")
         return "; ".join(words)
 
 

@@ -19,13 +19,12 @@ from rich.text import Text
 
 from esnode import history, rebuild, report
 from esnode.begin import Request
-from esnode.episodes import answers
 from esnode.folder import RunFolder, write_file
 from esnode.history import Costs, History
 from esnode.progress import clock, say, size
 from esnode.rebuild import Ledger, Rebuilt
 from esnode.tell import Tell
-from protocol.counting import rounds
+from protocol.counting import answers, rounds
 
 if TYPE_CHECKING:
     from esnode.engines.interface import Engine

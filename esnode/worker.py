@@ -28,7 +28,7 @@ from esnode.episodes import Episode, Spent
 from esnode.prompts import Prepared
 from esnode.scoring import Scorer
 from protocol import seeds
-from protocol.counting import nth, rounds
+from protocol.counting import answers, nth, rounds
 from protocol.lock import Lock
 from protocol.messages import Kind, Unit
 
@@ -197,7 +197,7 @@ class Worker:
             start += len(chunk)
         failures = Counter(episode.failure for episode in measured if episode.failure)
         for reason, count in failures.items():
-            log.warning("%s: %s got the floor: %s", _name(unit), episodes.answers(count), reason)
+            log.warning("%s: %s got the floor: %s", _name(unit), answers(count), reason)
         return Outcome(
             sums=tuple(sums),
             correct=sum(episode.score.correct for episode in measured),

@@ -1,4 +1,4 @@
-"""Rounds as people count them: the first one is round 1, and a state is what so many rounds have made.
+"""Counts as people say them: the first round is round 1, and a state is what so many rounds have made.
 
 Pure. Entries, messages, notes and files of figures hold the index of a round, from 0; whatever puts one into
 a sentence asks here. `esnode export --round 3` means the state after 3 rounds.
@@ -13,6 +13,11 @@ STATES = frozenset({"score", "dispute", "snapshot"})
 def rounds(count: int) -> str:
     """1 -> "1 round", 3 -> "3 rounds"."""
     return f"{count} round" + "s" * (count != 1)
+
+
+def answers(count: int) -> str:
+    """1 -> "1 answer", 3 -> "3 answers"."""
+    return f"{count} answer" + "s" * (count != 1)
 
 
 def nth(index: int) -> str:

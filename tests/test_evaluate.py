@@ -153,26 +153,31 @@ def test_likelihood_tasks() -> None:
         evaluate.run(FakeEngine(), prepared, settings=Settings(samples=2))
 
 
-def test_failures_are_shown(tmp_path: Path) -> None:
-    (tmp_path / "bad.py").write_text(
-        "def items(): return [{'prompt': 't'}], [{'prompt': str(n)} for n in range(3)]\n"
-        "def score(item, text): return {'0': 0.5, '1': 'no'}[item['prompt']]\n"
-    )
-    prepared, scorer = opened("python:bad.py", tmp_path)
+def judged(folder: Path, code: str, **options: Any) -> evaluate.Report:
+    """The report on a user's own task."""
+    (folder / "bad.py").write_text(code)
+    prepared, scorer = opened("python:bad.py", folder)
     with scorer:
-        report = evaluate.run(FakeEngine(), prepared, scorer)
+        return evaluate.run(FakeEngine(), prepared, scorer, **options)
+
+
+def test_failures_are_shown(tmp_path: Path) -> None:
+    report = judged(
+        tmp_path,
+        "def items(): return [{'prompt': 't'}], [{'prompt': str(n)} for n in range(3)]\n"
+        "def score(item, text): return {'0': 0.5, '1': 'no'}[item['prompt']]\n",
+    )
     assert sum(report.floored.values()) == 2 and report.greedy_reward.value == pytest.approx(0.5 / 3)
     assert "; 1 answer got the floor: raised KeyError: '2'" in report._caption()
 
 
 def test_foreign_words_are_no_markup(tmp_path: Path) -> None:
-    (tmp_path / "bad.py").write_text(
+    report = judged(
+        tmp_path,
         "def items(): return [{'prompt': 't'}], [{'prompt': 'u'}]\n"
-        "def score(item, text): raise ValueError('[/x]')\n"
+        "def score(item, text): raise ValueError('[/x]')\n",
+        model="[/y]",
     )
-    prepared, scorer = opened("python:bad.py", tmp_path)
-    with scorer:
-        report = evaluate.run(FakeEngine(), prepared, scorer, model="[/y]")
     console = Console(width=200, record=True)
     console.print(report.table())
     assert "[/y], python, 1" in (shown := console.export_text()) and "raised ValueError: [/x]" in shown
