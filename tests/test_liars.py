@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 import coordinator.events as ce
-from coordinator import donors, machine, outputs, succession
+from coordinator import donors, machine, outputs, succession, terms
 from esnode import transfer
 from protocol import wire, zmtp
 from protocol.chain import Chain
@@ -117,14 +117,14 @@ def test_units_that_are_always_nearly_done_do_not_keep_a_round_open(squatters: s
 def test_a_height_that_grows_with_every_hello_does_not_keep_a_successor_waiting() -> None:
     desk = second_round("a", "b")
     desk.journal.append(ce.Recovery(False, desk.state.chain.height, bytes(32)))
-    desk.restart()
+    desk.restart(terms.ERA)
     assert desk.state.lineage.waiting
     for second in range(100):
         chain = desk.state.chain
         desk.say("c", hello(desk.lock, height=1000 + second, tip=bytes([second]) * 32))
         for name in "ab":
             own = hello(desk.lock, height=chain.height, tip=chain.tip, digest=RIGHT)
-            desk.say(name, replace(own, proof=desk.state.term_proof))
+            desk.say(name, replace(own, term=desk.state.term, proof=desk.state.term_proof))
         desk.tick(1.0)
         if not desk.state.lineage.waiting:
             break
