@@ -36,11 +36,10 @@ from esnode.taskdata import TaskData
 from protocol import envelope, keys, wire, zmtp
 from protocol.keys import curve_public, parse_public, read_curve
 from protocol.messages import BlobAsk, Entries, Fetch, Message
-from protocol.peers import SLICE, Head, HeadAsk, PartAsk, PartData, Sorry
+from protocol.peers import MOST_OWED, SLICE, Head, HeadAsk, PartAsk, PartData, Sorry
 from protocol.rolls import Rolls
 
 HIGH_WATER = 64  # messages queued per peer: the rest waits in our own queue, within its grant
-MOST_OWED = 32 * 1024 * 1024  # bytes one peer may have asked for
 MOST_ROUTES = 64
 ENTRIES_BYTES = 128 * 1024
 IDLE_SECONDS = 60.0  # a file nobody asks for is closed then, and its disk space is free

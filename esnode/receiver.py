@@ -154,8 +154,9 @@ class Receiver:
         else:
             why = "there is no relay" if self._relay is None else self._relay.reason(key)
             return self._reached(key, "none", f"{line.reason}; {why}")
-        self._reached(key, way, reason)
         self._step(transfer.Opened(now, key, way, reason))
+        if self._state.sources[key].status == transfer.OPEN:  # not at once, if it was lost just now
+            self._reached(key, way, reason)
 
     def _reached(self, key: bytes, way: str, reason: str) -> None:
         if way != "none" or key not in self._said:

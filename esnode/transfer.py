@@ -10,12 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from protocol.peers import GRANT
+from protocol.peers import GRANT, MOST_OWED
 
 FIRST_WINDOW = 1 << 22  # bytes in flight from a donor that has not been measured
-SMALLEST_WINDOW, LARGEST_WINDOW = 1 << 19, 1 << 25
+SMALLEST_WINDOW, LARGEST_WINDOW = 1 << 19, MOST_OWED // 2  # of what was dropped some may be owed yet
 WINDOW_SECONDS = 1.0  # of a donor's measured rate are in flight
 MEASURE_EVERY = 0.25  # seconds between measurements of a donor's rate
+MOST_UNCHECKED = 1 << 26  # bytes of whole parts that wait in memory for the disk, which so sets the pace
 STALL_SECONDS = 6.0  # a donor that was asked and sends nothing for this long is given up
 RETRY_SECONDS = 5.0  # before a donor that was lost is asked again
 PATIENCE = 30.0  # the transfer fails without any open donor for so long,
@@ -83,12 +84,9 @@ class State:
     @property
     def done(self) -> int:
         """Bytes on the disk, checked."""
-        count = self.have.bit_count()
-        if not count:
-            return 0
-        last = self.parts - 1
+        last = max(self.parts - 1, 0)
         short = self.part_size - self.size_of(last) if self.have >> last & 1 else 0
-        return count * self.part_size - short
+        return self.have.bit_count() * self.part_size - short
 
     @property
     def rate(self) -> float:
@@ -364,7 +362,9 @@ class _Turn:
             return False
         jobs = source.jobs
         if not jobs or jobs[-1].granted >= jobs[-1].size:
-            part = self._next_part(source)
+            everywhere = (job for other in self.state.sources.values() for job in other.jobs)
+            unchecked = sum(job.size for job in everywhere if job.got == job.size)
+            part = self._next_part(source) if unchecked < MOST_UNCHECKED else None
             if part is None:
                 return False
             jobs = (*jobs, Job(part, self.state.size_of(part)))

@@ -10,6 +10,7 @@ from protocol.messages import Message, Rule
 
 SLICE = 256 * 1024  # bytes of a snapshot in one message
 GRANT = 1 << 20  # bytes asked for in one message at most
+MOST_OWED = 1 << 26  # bytes one peer may have asked a donor for that have not left yet
 MOST_DONORS = 16
 MOST_ADDRESSES = 8
 MOST_NEIGHBOURS = 4

@@ -84,22 +84,12 @@ def _encoded(rule: Rule, message: Message) -> bytes:
     if reason:
         raise ValueError(f"{rule.type.__name__}: {reason}")
     try:
-        fields = msgspec.msgpack.encode(_entries(message, packed))
+        frame = _PACK((rule.tag, *msgspec.structs.astuple(_entries(message, packed))))
     except MalformedEntry as error:
         raise ValueError(f"{rule.type.__name__}: {error}") from error
-    frame = _tagged(rule.tag, fields)
     if len(frame) > rule.limit:
         raise ValueError(f"{rule.type.__name__} of {len(frame)} bytes, the limit is {rule.limit}")
     return frame
-
-
-def _tagged(tag: int, fields: bytes) -> bytes:
-    """The array of a message's fields with its tag in front of them."""
-    if 0x90 <= fields[0] < 0x9F:  # up to 14 fields: one byte says array and length
-        return bytes((fields[0] + 1, tag)) + fields[1:]
-    count = int.from_bytes(fields[1:3], "big") if fields[0] == 0xDC else fields[0] - 0x90
-    body = fields[3:] if fields[0] == 0xDC else fields[1:]
-    return b"\xdc" + (count + 1).to_bytes(2, "big") + bytes((tag,)) + body
 
 
 def decode(frame: bytes, sender: str) -> AnyMessage:

@@ -97,7 +97,17 @@ def test_nobody_there_is_said_in_words(tmp_path: Path) -> None:
         assert why.startswith("no donor can be reached")
 
 
-def test_no_room_and_a_donor_without_the_file(tmp_path: Path) -> None:
+def test_a_donor_that_has_let_the_file_go_says_so_once(tmp_path: Path) -> None:
+    with Exchange(tmp_path, size=50_000) as exchange:
+        exchange.keep("a")
+        exchange.donor("a")
+        exchange.file.unlink()
+        child = exchange.receive("a", hasty=True)
+        assert "this snapshot is not kept here any more" in exchange.wait(child)
+        assert len(child.said("reached")) == 1, "lost, it is not reached again at every look"
+
+
+def test_without_room_nothing_is_fetched(tmp_path: Path) -> None:
     with Exchange(tmp_path, size=50_000) as exchange:
         exchange.keep("a")
         exchange.donor("a")

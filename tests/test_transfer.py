@@ -22,7 +22,7 @@ from esnode.transfer import (
     Report,
     Tick,
 )
-from protocol.peers import GRANT
+from protocol.peers import GRANT, MOST_OWED
 
 PART = 1 << 20
 A, B, C = b"a" * 32, b"b" * 32, b"c" * 32
@@ -46,6 +46,7 @@ class Hall:
         self.reports: list[bytes] = []
         self.stored: set[int] = set()
         self.finished: str | None = None
+        self.disk: list[tuple[bytes, int]] | None = None  # whole parts that wait for it; None: it keeps up
 
     def feed(self, event: transfer.Event) -> None:
         self.state, actions = transfer.step(self.state, event)
@@ -56,6 +57,7 @@ class Hall:
             elif isinstance(action, Ask):
                 assert action.size <= GRANT and self.state.sources[action.key].status == transfer.OPEN
                 self.owed[action.key].append(action)
+                assert sum(ask.size for ask in self.owed[action.key]) <= MOST_OWED, "a donor says Sorry"
                 self.came.setdefault((action.key, action.part), 0)
             elif isinstance(action, Drop):
                 self.came.pop((action.key, action.part), None)
@@ -92,6 +94,8 @@ class Hall:
         self.feed(Came(self.now, key, part, size))
         if self.came.get((key, part)) == self.state.size_of(part):
             del self.came[key, part]
+            if self.disk is not None:
+                return self.disk.append((key, part))
             good = key not in self.poison
             if good:
                 self.stored.add(part)
@@ -130,6 +134,31 @@ def test_never_more_in_flight_than_the_window() -> None:
             assert source.window <= transfer.LARGEST_WINDOW
     assert hall.state.sources[A].window == transfer.SMALLEST_WINDOW
     assert hall.whole()
+
+
+def test_a_fast_link_asks_for_no_more_than_a_donor_lets_be_asked_for() -> None:
+    hall = Hall({A: 2e8, B: 5e7}, parts=400)
+    hall.open(A, B)
+    widest = 0
+    while hall.finished is None:
+        hall.tick()
+        widest = max(widest, hall.state.sources[A].flying)
+    assert hall.whole() and widest >= transfer.LARGEST_WINDOW
+
+
+def test_a_slow_disk_sets_the_pace() -> None:
+    hall = Hall({A: 2e8, B: 2e8}, parts=400)
+    hall.open(A, B)
+    hall.disk, most = [], transfer.MOST_UNCHECKED + 2 * (transfer.LARGEST_WINDOW + GRANT)
+    for _ in range(40):
+        hall.tick()
+        assert transfer.MOST_UNCHECKED <= PART * len(hall.disk) <= most or _ < 20
+    waiting, hall.disk = hall.disk, None
+    for key, part in waiting:
+        hall.stored.add(part)
+        hall.feed(Checked(hall.now, key, part, True))
+    assert hall.run() < 10 and hall.whole()
+    assert all(source.status == transfer.OPEN for source in hall.state.sources.values())
 
 
 def test_resumed_parts_are_not_asked_for_again() -> None:
