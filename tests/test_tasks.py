@@ -265,6 +265,8 @@ def test_split_field_and_hash_rule(tmp_path: Path) -> None:
         ("[1]\n", {}, "expected an object"),
         ('{"question": "a", "answer": 1}\n', {}, "needs a field prompt or messages, it has question, answer"),
         ('{"prompt": "a"}\n', {}, "needs a field answer"),
+        ('{"messages": "a", "answer": 1}\n', {}, "line 1: messages must be a list of objects"),
+        ('{"messages": [{"role": "user"}], "answer": 1}\n', {}, "with role and content"),
         ('{"prompt": "a", "answer": "x"}\n', {}, "has no train items"),
         ('{"prompt": "a", "answer": "x", "split": "dev"}\n', {}, "split is 'dev'"),
         ('{"prompt": "a", "answer": "x"}\n', {"heldout": 1.5}, "a share between 0 and 1"),
@@ -348,13 +350,55 @@ def test_python_code_is_pinned(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
         ("bad.py", "MAX_NEW_TOKENS = 'many'", "MAX_NEW_TOKENS = 'many' must be a finite number"),
         ("bad.py", "import sys; sys.exit(0)", "cannot be loaded: SystemExit"),
         ("bad.py", "def items(): 1/0\ndef score(i, t): return 0", "items.. failed: ZeroDivisionError"),
-        ("bad.py", "def items(): return [{'a': {1}}], [{}]\ndef score(i, t): return 0", "not plain JSON"),
+        (
+            "bad.py",
+            "def items(): return [{'prompt': '', 'a': {1}}], [{'prompt': ''}]\ndef score(i, t): return 0",
+            "plain JSON",
+        ),
+        ("bad.py", "def items(): return 1, 2\ndef score(i, t): return 0", "items.. failed: TypeError"),
+        (
+            "bad.py",
+            "def items(): return ['a'], ['b']\ndef score(i, t): return 0",
+            "train item 0 is 'a', expected",
+        ),
+        (
+            "bad.py",
+            "def items(): return [{'prompt': 'a'}], [{'q': 'b'}]\ndef score(i, t): return 0",
+            "heldout item 0 needs a field prompt or messages, .*; it has q",
+        ),
+        (
+            "bad.py",
+            "def items(): return [{'messages': 'a'}], []\ndef score(i, t): return 0",
+            "train item 0: messages must be a list of objects with role and content",
+        ),
+        (
+            "bad.py",
+            "def items(): return [{'q': 'a'}], []\ndef start(i): return i['x']\ndef score(i, t): return 0",
+            "start.. failed: KeyError",
+        ),
+        (
+            "bad.py",
+            "def items(): return [{'q': 'a'}], []\ndef start(i): return i['q']\ndef score(i, t): return 0",
+            "train item 0: messages must be",
+        ),
     ],
 )
 def test_bad_python_tasks(folder: Path, argument: str, content: str, words: str) -> None:
     (folder / "bad.py").write_text(content)
     with pytest.raises(TaskError, match=words):
         tasks.materialise(f"python:{argument}", {}, code=folder)
+
+
+def test_an_option_that_the_file_contradicts_is_refused(folder: Path) -> None:
+    for option, value in (("low", -2.0), ("max_new_tokens", 9)):
+        with pytest.raises(TaskError, match=f"declares {option.upper()} = .*drop one of them"):
+            tasks.materialise("python:guess.py", {option: value}, code=folder)
+    (folder / "bare.py").write_text(
+        "def items(): return [{'prompt': 'a'}], [{'prompt': 'b'}]\ndef score(i, t): return 0"
+    )
+    assert opened("python:bare.py", {"low": -2.0, "max_new_tokens": 9}, code=folder).low == -2.0
+    settled = tasks.header(tasks.materialise("python:guess.py", {}, code=folder))[1]
+    assert tasks.materialise("python:guess.py", settled, code=folder)  # as a fork or an evaluation says them
 
 
 def test_python_task_needs_a_named_folder(folder: Path) -> None:

@@ -3,7 +3,8 @@
 The file defines `items()`, returning `(train, heldout)` lists of JSON objects, and `score(item, text)`,
 returning a number, a `(number, correct)` pair or a `Score`. An item holds `prompt` (or `messages`) unless the
 file defines `start(item)`. Optional: `reply(item, messages, text)` for several turns, and the constants LOW,
-HIGH (0 and 1), MAX_NEW_TOKENS (64), MAX_TURNS (8; 1 without `reply`).
+HIGH (0 and 1), MAX_NEW_TOKENS (64), MAX_TURNS (8; 1 without `reply`); what the file does not declare, the
+options `low`, `high`, `max_new_tokens` and `max_turns` may.
 
 Code is loaded only from the folder that the operator of this machine names, never from the network, and only
 if its SHA-256 is the one that plan and lock pin. Scoring runs in the scoring process.
@@ -15,11 +16,12 @@ import hashlib
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from esnode.tasks import records
 from esnode.tasks.interface import ChatMessage, Item, Score, Splits, Task, TaskError
 
 FOLDER_VARIABLE = "ESNODE_TASK_DIR"
@@ -30,7 +32,7 @@ class PythonTask(Task):
 
     name = "python"
     own_code = True
-    # `code` pins the file's SHA-256; the rest is filled in from its constants.
+    # `code` pins the file's SHA-256; the rest holds where the file does not declare the constant.
     defaults: Mapping[str, Any] = {"code": "", "low": 0.0, "high": 1.0, "max_new_tokens": 64, "max_turns": 8}
 
     def __init__(
@@ -66,8 +68,8 @@ class PythonTask(Task):
     def settle(cls, argument: str, options: Mapping[str, Any]) -> dict[str, Any]:
         path = Path(argument)
         module = _load(path, options["code"])
-        low = float(_number(path, module, "LOW", options["low"]))
-        high = float(_number(path, module, "HIGH", options["high"]))
+        low = float(_declared(path, module, "low", options))
+        high = float(_declared(path, module, "high", options))
         if not low < high:
             raise TaskError(f"{path}: LOW = {low} must be below HIGH = {high}")
         talks = hasattr(module, "reply")
@@ -75,8 +77,8 @@ class PythonTask(Task):
             "code": _digest(_pinned(path, options["code"])),
             "low": low,
             "high": high,
-            "max_new_tokens": int(_number(path, module, "MAX_NEW_TOKENS", options["max_new_tokens"])),
-            "max_turns": int(_number(path, module, "MAX_TURNS", options["max_turns"])) if talks else 1,
+            "max_new_tokens": int(_declared(path, module, "max_new_tokens", options)),
+            "max_turns": int(_declared(path, module, "max_turns", options)) if talks else 1,
         }
         return {**options, **declared}
 
@@ -90,13 +92,15 @@ class PythonTask(Task):
                 raise TaskError(f"{argument} defines no function {needed}()")
         try:
             made = module.items()
+            splits = [list(split) for split in made] if isinstance(made, tuple) else []
         except (Exception, SystemExit) as error:
             raise TaskError(f"{argument}: items() failed: {type(error).__name__}: {error}") from error
-        if not isinstance(made, tuple) or len(made) != 2:
+        if len(splits) != 2:
             raise TaskError(f"{argument}: items() must return (train, heldout), two lists of objects")
         start = getattr(module, "start", None)
         train, heldout = (
-            [{**item, "messages": start(item)} if start else dict(item) for item in s] for s in made
+            [_begun(item, start, f"{argument}: {name} item {number}") for number, item in enumerate(split)]
+            for name, split in zip(("train", "heldout"), splits, strict=True)
         )
         return train, heldout
 
@@ -129,6 +133,24 @@ class PythonTask(Task):
         return Score(reward, reward == self.high if correct is None else bool(correct))
 
 
+def _begun(item: Any, start: Callable[[Any], Any] | None, where: str) -> Item:
+    """The item with the chat it starts, checked; TaskError, which begins with `where`, when there is none."""
+    if not isinstance(item, Mapping):
+        raise TaskError(f"{where} is {item!r:.50}, expected an object with fields (a dict)")
+    if start is None and not {"prompt", "messages"} & item.keys():
+        raise TaskError(
+            f"{where} needs a field prompt or messages, or the file a function start(item); "
+            f"it has {', '.join(map(str, item)) or 'nothing'}"
+        )
+    try:
+        begun = {**item, "messages": start(item)} if start else dict(item)
+    except (Exception, SystemExit) as error:
+        raise TaskError(f"{where}: start() failed: {type(error).__name__}: {error}") from error
+    if "messages" in begun:
+        records.chat(begun["messages"], where)
+    return begun
+
+
 def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
@@ -156,9 +178,17 @@ def _load(path: Path, pinned: str) -> ModuleType:
     return module
 
 
-def _number(path: Path, module: ModuleType, name: str, usual: float) -> float:
-    """A constant of the user's file, or the usual value. TaskError when it is no finite number."""
-    given = getattr(module, name, usual)
+def _declared(path: Path, module: ModuleType, option: str, options: Mapping[str, Any]) -> float:
+    """A constant of the user's file, or the option where the file has none.
+
+    TaskError when it is no finite number, or when an option set in the plan says something else.
+    """
+    name, planned = option.upper(), options[option]
+    given = getattr(module, name, planned)
     if isinstance(given, bool) or not isinstance(given, int | float) or not math.isfinite(given):
         raise TaskError(f"{path}: {name} = {given!r} must be a finite number")
+    if planned not in (given, PythonTask.defaults[option]):
+        raise TaskError(
+            f"{path} declares {name} = {given}, the plan's option {option} is {planned}: drop one of them"
+        )
     return given

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from esnode.tasks.interface import Splits, TaskError
+from esnode.tasks.interface import ChatMessage, Splits, TaskError
 
 Record = dict[str, Any]
 HELDOUT_NAMES = ("heldout", "test", "validation", "eval")
@@ -55,10 +55,21 @@ def prompt_of(record: Record, path: Path) -> Record:
     """The fields that start an episode: `messages`, or `prompt` and perhaps `system`."""
     require(record, path, "prompt", "messages")
     if "messages" in record:
-        return {
-            "messages": [{"role": str(m["role"]), "content": str(m["content"])} for m in record["messages"]]
-        }
+        return {"messages": chat(record["messages"], f"{path}, line {record['line']}")}
     return {key: str(record[key]) for key in ("system", "prompt") if key in record}
+
+
+def chat(messages: Any, where: str) -> list[ChatMessage]:
+    """The messages of an item as texts. TaskError, which begins with `where`, when they are no chat."""
+    if (
+        not isinstance(messages, list | tuple)
+        or not messages
+        or not all(
+            isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in messages
+        )
+    ):
+        raise TaskError(f"{where}: messages must be a list of objects with role and content")
+    return [{"role": str(message["role"]), "content": str(message["content"])} for message in messages]
 
 
 def split(records: Sequence[Record], items: Sequence[Record], share: float, path: Path) -> Splits:
