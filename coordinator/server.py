@@ -282,7 +282,7 @@ class Server:
         if event is None:
             return {"error": reason}
         self._process([event])
-        return {"ok": True, **amend.told(event)}
+        return {"ok": True, **amend.told(event), "rounds": self._state.ops.rounds}
 
     def close(self) -> None:
         """Let go of everything; queued goodbyes may leave after a clean stop."""

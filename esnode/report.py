@@ -19,7 +19,10 @@ MEAN, SPREAD, HELD = "#2a6f97", "#a9d6e5", "#e76f51"
 
 
 def picture(history: History, to: Path) -> None:
-    """Draw rewards and held-out scores over rounds into the PNG file `to`, replacing it in one step."""
+    """Draw rewards and held-out scores over rounds into the file `to`, replacing it in one step.
+
+    Its ending (.png, .svg, .pdf) says in which format.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -40,7 +43,7 @@ def picture(history: History, to: Path) -> None:
         if axes.has_data():
             axes.legend(frameon=False, loc="best", fontsize=9)
         draft = to.with_name(to.name + ".new")
-        figure.savefig(draft, format="png")
+        figure.savefig(draft, format=to.suffix.lower().removeprefix("."))
         os.replace(draft, to)
     finally:
         pyplot.close(figure)

@@ -210,10 +210,11 @@ def _peers(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     snapshots = status.get("snapshots", {})
     nodes = {node["name"]: node for node in status.get("nodes", [])}
     told: dict[str, list[str]] = {}
+    dialled = any(peer["addresses"] for peer in snapshots.get("peers", {}).values())
     for name, peer in snapshots.get("peers", {}).items():
         node = nodes.get(name, {"state": "", "reason": ""})
         if not node["reason"].startswith("revoked"):
-            told.setdefault(_peer(peer, gone=node["state"] == "left"), []).append(name)
+            told.setdefault(_peer(peer, dialled and node["state"] != "left"), []).append(name)
     for line, names in told.items():
         if line and len(names) == 1:
             yield f"peer {names[0]}", line
@@ -229,10 +230,10 @@ def _peers(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "relay", text + f", {dropped} frames refused" * bool(dropped)
 
 
-def _peer(peer: Mapping[str, Any], gone: bool) -> str:
-    """What is to be said of a node as others' peer; of one that has left, not how it is reached."""
+def _peer(peer: Mapping[str, Any], dialled: bool) -> str:
+    """What is to be said of a node as others' peer; how it is reached only where one could be dialled."""
     said = [
-        "" if gone else f"reached {peer['reached']}",
+        f"reached {peer['reached']}" if dialled else "",
         "snapshots after " + ", ".join(map(str, peer["kept"])) + " rounds" if peer["kept"] else "",
         f"serving {peer['serving']}" if peer["serving"] else "",
         f"no donor: {peer['donor']}" if peer["donor"] != "yes" else "",

@@ -145,7 +145,8 @@ def test_amend_over_the_administration_socket_of_a_real_run(tmp_path: Path) -> N
         wait_for(lambda: processes.status().get("round", 0) >= 1)
         answer = admin.ask(tmp_path, "amend", from_round=4, alpha=0.125, sigma=0.126)
         assert answer == {
-            "ok": True, "from_round": 4, "alpha": 0.125, "sigma": bf16(0.126), "members": None, "trusted": []
+            "ok": True, "from_round": 4, "alpha": 0.125, "sigma": bf16(0.126), "members": None, "trusted": [],
+            "rounds": 6,
         }  # fmt: skip
         assert "error" in admin.ask(tmp_path, "amend", from_round=0, alpha=0.1)
         processes.wait_end()

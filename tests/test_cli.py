@@ -256,11 +256,15 @@ def test_an_amendments_first_round_is_counted_as_people_count(monkeypatch: pytes
 
     def order(folder: Path, what: str, **given: object) -> dict[str, object]:
         asked.update(given)
-        return {**given}
+        return {**given, "rounds": 40}
 
     monkeypatch.setattr("esnode.admin.order", order)
     done = CliRunner().invoke(front.cli, ["plan", "amend", "x", "--alpha", "0.5", "--from-round", "40"])
     assert done.output == "alpha 0.5 from round 40 on\n" and asked["from_round"] == 39, "its index"
+    done = CliRunner().invoke(front.cli, ["plan", "amend", "x", "--alpha", "0.5", "--from-round", "41"])
+    assert "The run ends after 40 rounds: this changes nothing unless" in done.output, (
+        "it is said, not refused"
+    )
     assert CliRunner().invoke(front.cli, ["plan", "amend", "x", "--from-round", "0"]).exit_code == 2
 
 
@@ -468,6 +472,7 @@ def test_a_foreign_ledgers_words_are_no_markup_and_no_formula(tmp_path: Path) ->
 def test_ledger_commands_name_what_is_missing(tmp_path: Path) -> None:
     assert "there is no ledger" in refused("verify", str(tmp_path / "none"))
     assert "there is no ledger" in refused("show", str(tmp_path))
+    assert "must end in .png, .svg, .pdf" in refused("show", str(tmp_path), "--plot", "reward.jpg", code=2)
     (tmp_path / "run.ledger").write_bytes(b"a picture of a cat")
     assert "no ledger: the file does not start with" in refused("verify", str(tmp_path))
 

@@ -132,6 +132,15 @@ def test_the_picture_is_a_png_and_replaces_the_old_one(scribe: Scribe, tmp_path:
     assert [path.name for path in tmp_path.iterdir()] == ["reward.png"]
 
 
+@pytest.mark.parametrize(("ending", "first"), [("PNG", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
+def test_the_ending_of_a_picture_is_its_format(
+    scribe: Scribe, tmp_path: Path, ending: str, first: bytes
+) -> None:
+    to = tmp_path / f"reward.{ending}"
+    report.picture(history.of_chain(scribe.chain), to)
+    assert to.read_bytes().startswith(first)
+
+
 def test_a_run_without_rounds_can_be_drawn_too(tmp_path: Path) -> None:
     empty = history.of_chain(Scribe().chain)
     report.picture(empty, tmp_path / "reward.png")
@@ -333,7 +342,14 @@ def test_what_several_lanes_evaluate_at_once_is_told_from_what_waits() -> None:
 
 def reaches(**reached: str) -> dict[str, Any]:
     """Peers that hold a snapshot, and how each is reached."""
-    peer = {"addresses": [], "kept": [4], "serving": 0, "donor": "yes", "catching_up": "", "faults": {}}
+    peer = {
+        "addresses": ["tcp://192.0.2.9:1"],
+        "kept": [4],
+        "serving": 0,
+        "donor": "yes",
+        "catching_up": "",
+        "faults": {},
+    }
     return {"peers": {name: {**peer, "reached": words} for name, words in reached.items()}}
 
 
@@ -345,6 +361,14 @@ def test_a_revoked_peer_is_not_shown_and_one_that_has_left_is_not_reached() -> N
     shown = text_of(standing.words({**STATUS, "nodes": nodes, "snapshots": peers}))
     assert "peer left  snapshots after 4 rounds" in shown and "gone  snap" not in shown
     assert "reached" not in shown
+
+
+def test_where_no_node_serves_nobody_is_called_unreachable() -> None:
+    """As in every `esnode run`, whose nodes share the coordinator's folder."""
+    peers = reaches(**{"node-1": "not at all (it serves nobody)"})
+    peers["peers"]["node-1"]["addresses"] = []
+    shown = text_of(standing.words({**STATUS, "snapshots": peers}))
+    assert "peer node-1  snapshots after 4 rounds" in shown
 
 
 @pytest.mark.parametrize("width", [80, 120])

@@ -70,7 +70,12 @@ def verify(ledger: Path, base: str | None, threads: int | None, as_json: bool) -
 @click.command()
 @LEDGER
 @click.option("--json", "as_json", is_flag=True, help="Print rounds and scores as JSON.")
-@click.option("--plot", "to", type=options.NewFile(), help="Also draw a PNG.")
+@click.option(
+    "--plot",
+    "to",
+    type=options.NewFile(".png", ".svg", ".pdf"),
+    help="Also draw it, as the ending says: .png, .svg or .pdf.",
+)
 def show(ledger: Path, as_json: bool, to: Path | None) -> None:
     """List the rounds of LEDGER: rewards, members, held-out scores. Needs no model.
 

@@ -29,15 +29,21 @@ class Number(click.FloatRange):
 
 
 class NewFile(click.Path):
-    """A file to write, looked at before the work that fills it: its folder is there, it is none itself."""
+    """A file to write, looked at before the work that fills it: its folder is there, it is none itself.
 
-    def __init__(self) -> None:
+    `endings`: those it may have; none: any.
+    """
+
+    def __init__(self, *endings: str) -> None:
         super().__init__(path_type=Path, dir_okay=False)
+        self.endings = endings
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
         if not path.parent.is_dir():
             self.fail(f"{path.parent} is no folder, so {path.name} cannot be written there.", param, ctx)
+        if self.endings and path.suffix.lower() not in self.endings:
+            self.fail(f"{path.name} must end in {', '.join(self.endings)}.", param, ctx)
         return path
 
 

@@ -9,6 +9,7 @@ import click
 from esnode.cli import options
 from esnode.template import DEFAULT_TASK
 from protocol.counting import nth
+from protocol.counting import rounds as counted
 from protocol.logfile import printable
 
 FILE = click.argument("file", type=click.Path(path_type=Path))
@@ -155,3 +156,6 @@ def amend(
     told = [f"{name} {answer[name]:g}" for name in wanted if answer[name] is not None]
     told += [f"trusted keys {', '.join(key[:16] for key in answer['trusted'])}"] if answer["trusted"] else []
     click.echo(f"{', '.join(told)} from {nth(answer['from_round'])} on")
+    if first > answer["rounds"]:
+        last = counted(answer["rounds"])
+        click.echo(f"The run ends after {last}: this changes nothing unless `rounds` grows.", err=True)
