@@ -25,6 +25,7 @@ from protocol.entries import Entry, EntryKind
 from protocol.lock import Lock
 
 KEPT = 2  # a donor of the last one may still be busy when the next is written
+LAST_SECONDS = 2.0  # for a file that is being written when its node ends; a large one is given up then
 FOLDER = "checkpoint"
 
 log = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class Checkpoints:
         self._masters = masters
         self._room = room
         self._writer: threading.Thread | None = None
+        self._leaving = False
 
     # ------------------------------------------------------------ writing
 
@@ -87,6 +89,13 @@ class Checkpoints:
             began = time.monotonic()
             writer.join()
             log.info("waited %.2f s for a checkpoint to be written", time.monotonic() - began)
+
+    def close(self) -> None:
+        """Finish the file that is being written if that is soon done, else give it up with its draft."""
+        if self._writer is not None:
+            self._writer.join(LAST_SECONDS)
+        self._leaving = True
+        self.settle()
 
     def _write(self, header: Header) -> Saved:
         began = time.monotonic()
@@ -109,12 +118,18 @@ class Checkpoints:
     def _proven(self, header: Header) -> snapshot.Read:
         """The masters' bytes in order, whose digest must have come to D when the last are read.
 
-        So what is written, and the root told of it, is the state the ledger speaks of, or nothing is.
+        So what is written, and the root told of it, is the state the ledger speaks of, or nothing is. The
+        draft has taken its room by then: nothing is written either where that leaves the disk too little,
+        as when another node of this machine was about to write as well.
         """
         seen = summed = 0
 
         def read(array: int, first: int, end: int) -> Any:
             nonlocal seen, summed
+            if self._leaving:
+                raise SnapshotError("this node is leaving")
+            if not seen and (short := self._room.short(self.folder, 0)):
+                raise SnapshotError(short)
             data, spec = self._masters.chunk(array, first, end), header.arrays[array]
             summed += self._masters.digest_of(spec.name, first // spec.item, data)
             seen += end - first
@@ -130,8 +145,7 @@ class Checkpoints:
     def _make_room(self, header: Header) -> str:
         """Why there is no room for this snapshot; "" when there is. All but the newest may go for it."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for draft in self.folder.glob("*.new"):
-            draft.unlink()  # of a process that was killed
+        sweep(self.folder)
         if not self._room.short(self.folder, header.total):
             return ""
         self._prune(1)
@@ -190,6 +204,12 @@ class Checkpoints:
         if height + 1 < len(entries) and entries[height + 1].digest != header.digest:
             return f"the ledger states another digest after {rounds(header.round)}"
         return ""
+
+
+def sweep(folder: Path) -> None:
+    """Remove the drafts of a process that was killed: each is as large as a snapshot."""
+    for draft in folder.glob("*.new"):
+        draft.unlink(missing_ok=True)
 
 
 def kept(folder: Path, lock: Lock) -> tuple[tuple[int, bytes, bytes, int], ...]:

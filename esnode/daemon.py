@@ -140,6 +140,7 @@ class Daemon:
         about = dataclasses.replace(workshop.about, addresses=dial, catch_up=options.catch_up)
         self._state = node.new(self._lock, about)
         raws = book.raws
+        checkpoint.sweep(options.folder / checkpoint.FOLDER)
         height, digest = self._resume(workshop, raws)
         kept = checkpoint.kept(options.folder, self._lock)
         now = time.monotonic()

@@ -198,7 +198,7 @@ def write(folder: Path, header: Header, read: Read) -> tuple[Path, bytes]:
     """Write a snapshot and return its path and root. A crash leaves the whole file or none.
 
     `read` is asked for consecutive ranges of at most a part. OSError when the disk does not take it; nothing
-    half-written stays behind then.
+    half-written stays behind then. All of the file's room is taken before the first range is asked for.
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = folder / file_name(header.round)
@@ -206,6 +206,7 @@ def write(folder: Path, header: Header, read: Read) -> tuple[Path, bytes]:
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
         try:
+            os.posix_fallocate(descriptor, 0, _data_start(header) + header.total)
             manifest = _write_parts(descriptor, header, read)
             os.fsync(descriptor)
         finally:
@@ -219,7 +220,7 @@ def write(folder: Path, header: Header, read: Read) -> tuple[Path, bytes]:
 
 
 def _write_parts(descriptor: int, header: Header, read: Read) -> Manifest:
-    start = Manifest(header, (bytes(HASH),) * header.parts).data_start
+    start = _data_start(header)
     hashes = []
     for number in range(header.parts):
         first, size = header.part(number)
@@ -233,6 +234,11 @@ def _write_parts(descriptor: int, header: Header, read: Read) -> Manifest:
     manifest = Manifest(header, tuple(hashes))
     write_at(descriptor, memoryview(manifest.head), 0)
     return manifest
+
+
+def _data_start(header: Header) -> int:
+    """Offset of the arrays in the file of a header whose hashes are not known yet."""
+    return Manifest(header, (bytes(HASH),) * header.parts).data_start
 
 
 def write_at(descriptor: int, buffer: memoryview, place: int) -> int:

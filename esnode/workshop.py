@@ -150,8 +150,8 @@ class Workshop:
         return self._rederiver.heal(entries, tensors)
 
     def close(self) -> None:
-        """End the scoring process; a snapshot that is being written is finished first."""
-        self._checkpoints.settle()
+        """End the scoring process and the writing of a snapshot."""
+        self._checkpoints.close()
         self._worker.close()
         if self._scorer is not None:
             self._scorer.close()

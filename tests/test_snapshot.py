@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from esnode import duty, joined, room, slicemap, snapshot
+from esnode import checkpoint, duty, joined, room, slicemap, snapshot
 from esnode.checkpoint import Checkpoints, Saved
 from esnode.folder import write_file
 from esnode.kernels.cpu import CpuKernels
@@ -178,7 +180,7 @@ def _killed_at(stage: int, folder: Path, monkeypatch: Any) -> bool:
         return call
 
     with monkeypatch.context() as patch:
-        for name in ("open", "pwrite", "fsync", "replace"):
+        for name in ("open", "posix_fallocate", "pwrite", "fsync", "replace"):
             patch.setattr(os, name, dying(getattr(os, name)))
         patch.setattr(Path, "unlink", lambda *_, **__: None)
         try:
@@ -374,6 +376,75 @@ def test_a_snapshot_keeps_to_the_policy(
     assert reasons[1:] == [""] * 4
     kept = [path.name for path in snapshot.files(target.folder)]
     assert kept == [snapshot.file_name(5), snapshot.file_name(4)], "3 made room for 4"
+
+
+def test_two_writers_who_each_have_room_alone_leave_the_disk_its_reserve(
+    tmp_path: Path, place: tuple[Path, Lock, Chain], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nodes of one machine look at the disk in the same moment, and coordinator and ledgers lie on it too."""
+    folder, run, chain = place
+    size = snapshot.header_for(run, 1, bytes(32), 0).total
+    rival, real = tmp_path / "rival.new", os.posix_fallocate
+
+    def both(*words: int) -> None:
+        """Another node has found room as well, and takes it now."""
+        rival.write_bytes(bytes(size))
+        real(*words)
+
+    def free(_: Path) -> int:
+        """Of a disk that has room for one file and a half."""
+        return size * 3 // 2 - sum(draft.stat().st_blocks * 512 for draft in tmp_path.rglob("*.new"))
+
+    made = replica(folder, run)
+    made.apply(chain.commits[:1])
+    target = Checkpoints(tmp_path, run, made, Room(size // 8))
+    monkeypatch.setattr(os, "posix_fallocate", both)
+    monkeypatch.setattr(room, "_free", free)
+    saved = save(target, made, chain, 1)
+    assert "are needed" in saved.reason and not saved.root
+    assert list(target.folder.iterdir()) == []
+
+
+def test_a_node_that_ends_gives_a_long_write_up_and_leaves_no_draft(
+    tmp_path: Path, place: tuple[Path, Lock, Chain], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its user and the report of the run wait for it; of billions of weights it is minutes."""
+    target, made, _ = prepared(tmp_path, place, [1])
+    slow, real = threading.Event(), os.pwrite
+
+    def disk(*words: Any) -> int:
+        slow.wait(0.2)
+        return real(*words)
+
+    monkeypatch.setattr(os, "pwrite", disk)
+    monkeypatch.setattr(checkpoint, "LAST_SECONDS", 0.1)
+    made.apply(place[2].commits[1:2])
+    saved: list[Saved] = []
+    target.begin(2, place[2].commits[1].hash, made.digest(), saved.append)
+    began = time.monotonic()
+    target.close()
+    assert time.monotonic() - began < 1.0, "of many parts"
+    assert saved[0].reason == "this node is leaving"
+    assert [path.name for path in target.folder.iterdir()] == [snapshot.file_name(1)]
+
+
+def test_a_short_write_is_finished_when_its_node_ends(
+    tmp_path: Path, place: tuple[Path, Lock, Chain]
+) -> None:
+    target, made, _ = prepared(tmp_path, place, [1])
+    made.apply(place[2].commits[1:2])
+    saved: list[Saved] = []
+    target.begin(2, place[2].commits[1].hash, made.digest(), saved.append)
+    target.close()
+    assert saved[0].root
+
+
+def test_drafts_of_a_killed_node_are_swept(tmp_path: Path) -> None:
+    (tmp_path / "round-0000000002.snapshot.new").write_bytes(b"half")
+    (tmp_path / "round-0000000001.snapshot").write_bytes(b"whole")
+    checkpoint.sweep(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["round-0000000001.snapshot"]
+    checkpoint.sweep(tmp_path / "never made")
 
 
 def test_an_apply_waits_for_the_writer(tmp_path: Path, place: tuple[Path, Lock, Chain]) -> None:
