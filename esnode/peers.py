@@ -117,6 +117,11 @@ class Peers:
         self._gleaner = Gleaner(keys.read_curve(folder / "curve.key"))
 
     @property
+    def pids(self) -> list[int]:
+        """Of the processes that run."""
+        return [child.process.pid for child in (self._donor, self._receiver) if child is not None]
+
+    @property
     def port(self) -> int:
         """Of the peer socket, 0 while there is none."""
         return zmtp.host_and_port(self._bind)[1] if self._bind else 0
