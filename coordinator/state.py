@@ -38,6 +38,7 @@ from coordinator.peers import Peer
 from coordinator.rounds import Round
 from protocol.chain import Chain
 from protocol.entries import AmendBody, CommitBody, Entry, EntryKind, RosterBody, ScoreBody, parse
+from protocol.growing import Growing, Row
 from protocol.lock import Lock
 from protocol.plan import Ops
 from protocol.shaping import mean_and_std
@@ -95,8 +96,8 @@ class State(msgspec.Struct, frozen=True):
     selftest: bytes = b""  # what the pool's kernels answer
     counters: Mapping[str, int] = msgspec.field(default_factory=dict)
     refusals: tuple[str, ...] = ()  # the last few, in words
-    history: tuple[CommitSummary, ...] = ()
-    scores: tuple[ScoreBody, ...] = ()
+    history: Growing[CommitSummary] = msgspec.field(default_factory=Growing)
+    scores: Growing[ScoreBody] = msgspec.field(default_factory=Growing)
     orders: tuple[AmendOrdered, ...] = ()  # amendments that are not in the chain yet
     ending: float | None = None  # when END was announced
     stopped: str = ""
@@ -130,15 +131,21 @@ def adopt(state: State, entry: Entry) -> State:
             nodes={key: replace(node, leases=(), stalled=None) for key, node in state.nodes.items()},
         )
     if isinstance(entry.body, CommitBody):
-        return replace(state, history=(*state.history, summary(entry.round, entry.body)))
+        return replace(state, history=_with(state.history, summary(entry.round, entry.body)))
     if isinstance(entry.body, ScoreBody):
         assert state.round is not None
-        return replace(state, scores=(*state.scores, entry.body), round=replace(state.round, probe=None))
+        return replace(state, scores=_with(state.scores, entry.body), round=replace(state.round, probe=None))
     if isinstance(entry.body, RosterBody):
         return _enrol(state, entry.body)
     if isinstance(entry.body, AmendBody):
         return replace(state, orders=_open_orders(state.orders, entry.body))
     return state
+
+
+def _with(rows: Growing[Row], row: Row) -> Growing[Row]:
+    longer = rows.copy()
+    longer.append(row)
+    return longer
 
 
 def _open_orders(orders: tuple[AmendOrdered, ...], done: AmendBody) -> tuple[AmendOrdered, ...]:
@@ -207,7 +214,7 @@ def _succeed(state: State, record: Recovery) -> State:
     if record.height < state.chain.height:
         nodes = {key: replace(node, number=None, leases=()) for key, node in state.nodes.items()}
         state = replace(state, chain=Chain(), round=None, digest=None, witness="", proof=Proof())
-        state = replace(state, numbers={}, history=(), scores=(), nodes=nodes)
+        state = replace(state, numbers={}, history=Growing(), scores=Growing(), nodes=nodes)
         for entry in entries:
             state = adopt(state, entry)
     return replace(state, lineage=lineage)

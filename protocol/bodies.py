@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias, cast, overload
 from protocol.counting import nth
 from protocol.lock import Lock
 from protocol.seeds import member_seed, rounding_seed
-from protocol.shaping import Shaping, Step, coefficients, make_step
+from protocol.shaping import Coefficients, Shaping, Step, coefficients, make_step
 
 HASH = 32  # bytes of an entry's name
 SIGNATURE = 64
@@ -192,13 +192,21 @@ class Entry:
         return self.raw[-SIGNATURE:]
 
 
-def step_of(lock: Lock, entry: Entry) -> Step | None:
-    """What a commit does to the master, ready for the kernels; None when it moves nothing or is no commit."""
+def coefficients_of(lock: Lock, entry: Entry) -> Coefficients | None:
+    """The members' coefficients in a commit's step; None when it moves nothing or is no commit."""
     body = entry.body
     if not isinstance(body, CommitBody) or not lock.update:
         return None
     rewards = [member.reward for member in body.members]
-    found = coefficients(rewards, body.alpha, cast(Shaping, lock.shaping), lock.clip, lock.std_floor)
+    return coefficients(rewards, body.alpha, cast(Shaping, lock.shaping), lock.clip, lock.std_floor)
+
+
+def step_of(lock: Lock, entry: Entry) -> Step | None:
+    """What a commit does to the master, ready for the kernels; None when it moves nothing or is no commit."""
+    found = coefficients_of(lock, entry)
+    if found is None:
+        return None
+    body = cast(CommitBody, entry.body)
     seeds = [member_seed(lock.run_id, entry.round, member.index, lock.mirrored) for member in body.members]
     return make_step(
         found, seeds, mirrored=lock.mirrored, rounding_seed=rounding_seed(lock.run_id, entry.round)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
-from protocol.bodies import step_of
+from protocol.bodies import coefficients_of
 from protocol.counting import nth, rounds
 from protocol.entries import (
     COMPLETE,
@@ -28,6 +28,7 @@ from protocol.entries import (
 )
 from protocol.errors import UserError
 from protocol.fields import ALPHA, EXACT_SIGMA, LARGEST_ALPHA
+from protocol.growing import Growing
 from protocol.lock import Lock, LockError, lock_from_bytes
 from protocol.shaping import MAX_MEMBERS
 
@@ -46,9 +47,9 @@ class Chain:
 
     def __init__(self, entries: Iterable[bytes | Entry] = ()) -> None:
         self._lock: Lock | None = None
-        self._entries: list[Entry] = []
-        self._commits: list[Entry] = []
-        self._digests: list[int | None] = [None]  # D of the state after 0, 1, 2, ... commits
+        self._entries: Growing[Entry] = Growing()
+        self._commits: Growing[Entry] = Growing()
+        self._digest: int | None = None  # D of the tip's state, where an entry states it
         self._amends: list[AmendBody] = []
         self._roster: dict[int, tuple[bytes, str]] = {}
         self._numbers: dict[int, bytes] = {}  # every roster number ever given, and the key it was given to
@@ -63,7 +64,7 @@ class Chain:
         """An independent chain with the same entries; entries themselves are shared, they are immutable."""
         twin = Chain()
         for name, value in vars(self).items():
-            setattr(twin, name, value.copy() if isinstance(value, list | dict | set) else value)
+            setattr(twin, name, value.copy() if isinstance(value, Growing | list | dict) else value)
         return twin
 
     # ------------------------------------------------------------ what it says
@@ -76,13 +77,13 @@ class Chain:
         return self._lock
 
     @property
-    def entries(self) -> list[Entry]:
-        """All entries in order (not to be changed)."""
+    def entries(self) -> Sequence[Entry]:
+        """All entries in order."""
         return self._entries
 
     @property
-    def commits(self) -> list[Entry]:
-        """The commit of round k is element k (not to be changed)."""
+    def commits(self) -> Sequence[Entry]:
+        """The commit of round k is element k."""
         return self._commits
 
     def announces(self, round: int, root: bytes) -> bool:
@@ -144,11 +145,13 @@ class Chain:
     @property
     def digest(self) -> int | None:
         """D of the tip's state; None while no entry states it: the tip is a commit that moved the weights."""
-        return self._digests[-1]
+        return self._digest
 
     def digest_at(self, round: int) -> int | None:
         """D of the state after `round` commits, None when no entry states it."""
-        return self._digests[round] if 0 <= round < len(self._digests) else None
+        if 0 <= round < self.round:
+            return self._commits[round].digest
+        return self._digest if round == self.round else None
 
     @property
     def amendments(self) -> tuple[AmendBody, ...]:
@@ -232,7 +235,7 @@ class Chain:
         return signer
 
     def _check_digest(self, entry: Entry, lock: Lock) -> None:
-        known = lock.digest if not self._entries else self._digests[-1]
+        known = lock.digest if not self._entries else self._digest
         if known is not None and entry.digest != known:
             raise self._refuse(
                 f"the {entry.kind.name} entry states digest {entry.digest:016x}, the state's is {known:016x}"
@@ -345,18 +348,17 @@ class Chain:
 
     def _moves(self, entry: Entry, lock: Lock) -> bool:
         try:
-            return step_of(lock, entry) is not None
+            return coefficients_of(lock, entry) is not None
         except ValueError as error:  # finite rewards and a finite alpha can still overflow a step
             raise self._refuse(f"the commit makes no legal step: {error}") from error
 
     def _adopt(self, entry: Entry, lock: Lock, signer: bytes, moves: bool) -> None:
         self._lock = lock
         self._signer = signer
-        self._digests[-1] = entry.digest
+        self._digest = None if moves else entry.digest
         body = entry.body
         if isinstance(body, CommitBody):
             self._commits.append(entry)
-            self._digests.append(None if moves else entry.digest)
         elif isinstance(body, AmendBody):
             self._amends.append(body)
         elif isinstance(body, RosterBody):

@@ -193,6 +193,25 @@ def test_copy_is_independent(running: Writer) -> None:
     assert (copy.round, copy.digest, len(copy.roster), len(running.chain.roster)) == (3, 77, 2, 1)
 
 
+def test_copies_go_on_apart_and_share_what_they_have(running: Writer) -> None:
+    """A ledger is copied for every entry: what that costs must not grow with its length."""
+    first, other = running.chain.copy(), running.chain.copy()
+    before = [*running.chain.entries]
+    mine = first.append(running.seal(running.commit()))
+    theirs = other.append(running.seal(running.commit(), term=2))
+    assert running.chain.entries == before and len(running.chain.commits) == 2
+    assert (first.entries[-1], other.entries[-1]) == (mine, theirs)
+    assert (
+        first.entries[:-1] == other.entries[:-1] == before and [*reversed(first.entries)][1:] == before[::-1]
+    )
+    long = small_ledger(400, end=False).chain
+    tracemalloc.start()
+    twin = long.copy()
+    held = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert twin.height == long.height > 400 and held < 2_500
+
+
 def test_digest_is_unknown_right_after_a_commit(running: Writer) -> None:
     running.add(running.commit())
     assert running.chain.digest is None

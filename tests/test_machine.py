@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
+from statistics import median
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from protocol.messages import (
 )
 from protocol.plan import Ops
 from tests.desk import NONCE, SIGNING_KEY, Desk, desk_lock, hello, key_of
+from tests.ledgers import KEY, small_ledger
 
 # ---------------------------------------------------------------- start
 
@@ -51,6 +54,22 @@ def test_another_plan_on_the_same_journal_stops() -> None:
     _, effects = machine.step(state, ce.Started(0.0, 2, NONCE))
     stop = next(e for e in effects if isinstance(e, ce.Stop))
     assert stop.code == 1 and other.run_id.hex()[:16] in stop.reason
+
+
+def test_a_start_costs_the_same_for_every_entry() -> None:
+    """Recalling the journal of a long run takes its length, not the square of it."""
+    writer = small_ledger(600, end=False)
+    state = machine.new(writer.lock, Ops(rounds=600), KEY, {})
+    taken = []
+    tracemalloc.start()
+    for height, entry in enumerate(writer.chain.entries):
+        tracemalloc.reset_peak()
+        before = tracemalloc.get_traced_memory()[0]
+        state = machine.recall(state, ce.EntryAppended(height, entry.raw))
+        taken.append(tracemalloc.get_traced_memory()[1] - before)
+    tracemalloc.stop()
+    assert len(state.history) == 600 and state.chain.height == writer.chain.height
+    assert median(taken[-50:]) < 1.2 * median(taken[50:100])
 
 
 # ---------------------------------------------------------------- joining
