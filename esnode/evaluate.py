@@ -27,7 +27,7 @@ from esnode.estimates import Estimate
 from esnode.models import ModelFolder
 from esnode.prompts import Prepared
 from esnode.scoring import Scorer
-from esnode.tell import Tell, silent
+from esnode.tell import Tell, silent, step
 from esnode.template import template
 from protocol import plan, seeds
 from protocol.counting import answers, rounds
@@ -345,7 +345,7 @@ def open_model(
         written, task_options=dict(options or {}), live_dtype=live_dtype, per_round=0, max_new_tokens=0
     )
     lock, data, folder = locking.resolve(wanted, trusted=[_NOBODY], progress=tell, code=code, digests=False)
-    with locking.step(tell, "loading the model"):
+    with step(tell, "loading the model"):
         engine = transformers_engine.load(lock, folder.path, threads=threads, checked=False)
     return _subject(engine, lock, data, folder, code, name, None)
 
@@ -374,7 +374,7 @@ def open_ledger(
     own = task is None or task == lock.task
     spec = lock.task if task is None else task
     chosen = {**(lock.task_options if own else {}), **(options or {})}
-    with locking.step(tell, f"making the data of task {spec}"):  # before minutes of work, not after
+    with step(tell, f"making the data of task {spec}"):  # before minutes of work, not after
         data = tasks.materialise(spec, chosen, code=code)
     rebuilt = rebuild.at(ledger, round, base, threads=threads, tell=tell)
     settled = replace(lock, task=spec, task_options=tasks.header(data)[1])

@@ -23,7 +23,7 @@ from esnode.folder import RunFolder, write_file
 from esnode.history import Costs, History
 from esnode.progress import clock, say, size
 from esnode.rebuild import Ledger, Rebuilt
-from esnode.tell import Tell
+from esnode.tell import Tell, step
 from protocol.counting import answers, rounds
 
 if TYPE_CHECKING:
@@ -82,9 +82,11 @@ def _compare(
     task = tasks.open_task(lock.task, lock.task_options, place.task.read_bytes(), code=request.code)
     prepared = prompts.prepare(base.model.path, task, lock.date)
     chosen = _spread(lock.heldout_prompts)
-    before = _greedy(base.engine, prepared, chosen)
+    with step(tell, "answering held-out prompts as before"):
+        before = _greedy(base.engine, prepared, chosen)
     rebuilt = rebuild.advance(base, ledger.rounds, tell)
-    after = _greedy(rebuilt.engine, prepared, chosen)
+    with step(tell, "answering them again"):
+        after = _greedy(rebuilt.engine, prepared, chosen)
     questions = [task.start(task.heldout[index])[-1]["content"] for index in chosen]
     rows = [Comparison(*row) for row in zip(questions, before, after, strict=True)]
     write_file(

@@ -100,7 +100,7 @@ def describe(lock: Lock) -> list[str]:
         f"run {lock.run_id.hex()[: joined.SHORT]}: {title_of(lock)}, {lock.members} members per round",
         f"  model   {needs.parameters / 1e6:,.1f} million parameters, {_size(needs.download)} as stored",
         f"  memory  {_size(needs.memory)} for the weights, more while it answers",
-        f"  disk    up to {_size(needs.disk)} for a checkpoint, besides the model",
+        f"  disk    {_size(needs.disk)} for a checkpoint, up to three of them, besides the model",
     ]
 
 

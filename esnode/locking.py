@@ -9,8 +9,7 @@ code, other package versions, other token ids. Called by `begin.py`, `planfile.p
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from esnode.models import ModelFolder
 from esnode.prompts import SPLITS, Prepared
 from esnode.scoring import Scorer
 from esnode.tasks import Task
-from esnode.tell import Tell, silent
+from esnode.tell import Tell, silent, step
 from protocol.errors import UserError
 from protocol.lock import Lock, Parent, TensorSpec, resolve_slice
 from protocol.plan import Plan
@@ -94,14 +93,6 @@ _AS_PLANNED = (
     "members", "mirrored", "sigma", "alpha", "shaping", "clip", "std_floor", "update", "include", "exclude",
     "live_dtype", "master", "repeatable", "temperature", "top_p", "seed",
 )  # fmt: skip
-
-
-@contextmanager
-def step(progress: Tell, what: str) -> Iterator[None]:
-    """Tell the start of one step, and its end if it succeeds."""
-    progress(what, 0, 1)
-    yield
-    progress(what, 1, 1)
 
 
 def _weights(

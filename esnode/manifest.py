@@ -10,8 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -53,7 +55,8 @@ INPUTS = (
     "tok_embeddings.weight",
 )
 _MAX_HEADER = 100_000_000
-_CHUNK = 1 << 20  # elements checked at a time: stays in cache
+_CHUNK = 1 << 18  # elements read at a time: stays in cache
+_HASHERS = 4  # threads; more would only wait for the memory or the disk
 
 
 class ManifestError(UserError):
@@ -182,26 +185,38 @@ def image(tensor: Stored) -> NDArray[np.float32]:
     ManifestError, naming the tensor, when a value is NaN or infinite.
     """
     raw = tensor.raw()
-    if tensor.dtype == "BF16":
-        bits = raw.astype(np.uint32)
-        bits <<= np.uint32(16)
-    elif tensor.dtype == "F16":
-        bits = raw.view(np.float16).astype(np.float32).view(np.uint32)
-    elif tensor.dtype == "F32":
-        bits = np.array(raw, np.uint32)
-    else:
-        raise ValueError(f"{tensor.name} is {tensor.dtype}: it has no float32 image")
-    for start in range(0, bits.size, _CHUNK):
-        chunk = bits[start : start + _CHUNK]
-        exponent = chunk & np.uint32(0x7F800000)
+    whole = np.empty(raw.size, np.float32)
+    for start, chunk in _images(tensor, raw):
+        whole[start : start + chunk.size] = chunk
+    return whole
+
+
+def _images(tensor: Stored, raw: NDArray[Any]) -> Iterator[tuple[int, NDArray[np.float32]]]:
+    """(first element, float32 image) of consecutive pieces that stay in cache. Errors as of `image`."""
+    for start in range(0, raw.size, _CHUNK):
+        bits = _bits(tensor, raw[start : start + _CHUNK])
+        exponent = bits & np.uint32(0x7F800000)
         if exponent.max() == 0x7F800000:
             raise ManifestError(
                 f"{tensor.name} in {tensor.path} holds NaN or infinite values. The checkpoint is damaged or "
                 "diverged: use another one."
             )
         if exponent.min() == 0:
-            chunk[(exponent == 0) & ((chunk & np.uint32(0x7FFFFF)) != 0)] = 0
-    return bits.view(np.float32)
+            bits[(exponent == 0) & ((bits & np.uint32(0x7FFFFF)) != 0)] = 0
+        yield start, bits.view(np.float32)
+
+
+def _bits(tensor: Stored, raw: NDArray[Any]) -> NDArray[np.uint32]:
+    """A copy of stored values as float32, in their bits."""
+    if tensor.dtype == "BF16":
+        bits = raw.astype(np.uint32)
+        bits <<= np.uint32(16)
+        return bits
+    if tensor.dtype == "F16":
+        return raw.view(np.float16).astype(np.float32).view(np.uint32)
+    if tensor.dtype == "F32":
+        return np.array(raw, np.uint32)
+    raise ValueError(f"{tensor.name} is {tensor.dtype}: it has no float32 image")
 
 
 def tensors(folder: str | Path, specs: Sequence[TensorSpec]) -> Iterator[tuple[TensorSpec, NDArray[Any]]]:
@@ -219,13 +234,31 @@ def base_digest(folder: str | Path, specs: Sequence[TensorSpec]) -> str:
     digest.
     """
     whole = hashlib.blake2b(b"esnode base 1", digest_size=32)
-    for spec, values in tensors(folder, sorted(specs, key=lambda spec: spec.name)):
-        kind = "float" if spec.dtype in FLOATS.values() else spec.dtype
-        for text in (spec.name.encode(), kind.encode()):
-            whole.update(struct.pack("<I", len(text)) + text)
-        whole.update(struct.pack(f"<I{len(spec.shape)}Q", len(spec.shape), *spec.shape))
-        whole.update(hashlib.blake2b(values.data, digest_size=32).digest())
+    files, ordered = stored(Path(folder)), sorted(specs, key=lambda spec: spec.name)
+    pool = ThreadPoolExecutor(min(_HASHERS, os.cpu_count() or 1))
+    try:
+        for spec, digest in zip(
+            ordered, pool.map(lambda spec: _hash(files[spec.name]), ordered), strict=True
+        ):
+            kind = "float" if spec.dtype in FLOATS.values() else spec.dtype
+            for text in (spec.name.encode(), kind.encode()):
+                whole.update(struct.pack("<I", len(text)) + text)
+            whole.update(struct.pack(f"<I{len(spec.shape)}Q", len(spec.shape), *spec.shape))
+            whole.update(digest)
+    finally:  # an interrupt does not wait for the rest
+        pool.shutdown(cancel_futures=True)
     return whole.hexdigest()
+
+
+def _hash(tensor: Stored) -> bytes:
+    """BLAKE2b-256 of a tensor's float32 image, or of its bytes where it holds integers."""
+    found, raw = hashlib.blake2b(digest_size=32), tensor.raw()
+    if tensor.dtype not in FLOATS:
+        found.update(raw.data)
+        return found.digest()
+    for _, chunk in _images(tensor, raw):
+        found.update(chunk.data)
+    return found.digest()
 
 
 def state_digest(

@@ -1,7 +1,7 @@
 """How much memory there is, and whether a replica fits: told before anything is allocated.
 
 Called by the engines' loaders, `rebuild.py`, `gguf_conversion.py`, `placement.py`, `hostmaster.py`,
-`fleet.py` and `gpugroups.py`. Linux: /proc and cgroup limits; elsewhere unknown.
+`fleet.py`, `gpugroups.py` and `engines/packing.py`. Linux: /proc and cgroup limits; elsewhere unknown.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from esnode import reservations
 from esnode.engines.interface import MemoryPlan
 from protocol.errors import UserError
 
@@ -22,7 +23,8 @@ class MemoryShort(UserError):
 
 
 def available(device: str = "cpu", sharing: int = 1) -> int:
-    """Bytes that can be allocated now: the least of the system's and the control groups' free memory.
+    """Bytes that can be allocated now: the least of the system's and the control groups' free memory, less
+    what other engines of this machine are about to take.
 
     Of a GPU that several engines share, each may take its part.
     """
@@ -31,7 +33,8 @@ def available(device: str = "cpu", sharing: int = 1) -> int:
 
         free, total = torch.cuda.mem_get_info(device)
         return int(min(free, total // sharing))
-    return min([_system(), *_control_groups()])
+    free = min([_system(), *_control_groups()])
+    return free if free == UNKNOWN else max(0, free - reservations.outstanding())
 
 
 def _system() -> int:

@@ -93,6 +93,7 @@ def find_by_base(digest: str, label: str, progress: Progress = silent) -> ModelF
         found = resolve(label, progress)
     except UserError as error:
         raise ModelError(f"the base model {label!r} was not found ({error}) Name it with --base.") from None
+    progress(f"comparing {found.path} with the run's base model")
     specs = manifest.read(found.path)
     if manifest.base_digest(found.path, specs) != digest:
         raise manifest.WrongBase(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import struct
 import subprocess
 import sys
 import time
@@ -289,6 +291,22 @@ def test_tensor_keys_that_collide_are_refused(folder: Path, monkeypatch: pytest.
     monkeypatch.setattr(seeds, "tensor_key", lambda name: 7 if "norm" in name else hash(name))
     with pytest.raises(manifest.ManifestError, match="same key"):
         manifest.read(folder)
+
+
+def test_a_tensor_is_hashed_and_read_alike_in_pieces(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tensor is held as a whole to be hashed: the largest of a model can be gigabytes."""
+    specs = manifest.read(source)
+    whole = [values.tobytes() for _, values in manifest.tensors(source, specs)]
+    plain = hashlib.blake2b(b"esnode base 1", digest_size=32)
+    for spec, data in zip(specs, whole, strict=True):
+        for text in (spec.name.encode(), b"float"):
+            plain.update(struct.pack("<I", len(text)) + text)
+        plain.update(struct.pack(f"<I{len(spec.shape)}Q", len(spec.shape), *spec.shape))
+        plain.update(hashlib.blake2b(data, digest_size=32).digest())
+    monkeypatch.setattr(manifest, "_CHUNK", 37)
+    assert [values.tobytes() for _, values in manifest.tensors(source, specs)] == whole
+    monkeypatch.setattr(manifest, "image", lambda tensor: pytest.fail("held as a whole"))
+    assert manifest.base_digest(source, specs) == plain.hexdigest()
 
 
 def test_base_digest_ignores_sharding_and_stored_dtype(source: Path, folder: Path) -> None:

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from esnode import memory, reservations
+
 WORTH = 8  # new tokens from which packing pays
 _CHECKED_ROWS = (1, 5, 32, 130)
 
@@ -37,10 +39,12 @@ class Packing:
 
     @torch.inference_mode()
     def use(self, rows: int) -> None:
-        """Pack, for batches of about `rows` rows, unless it is done already or gives other bits on this
-        machine.
+        """Pack, for batches of about `rows` rows, unless it is done already, gives other bits on this
+        machine, or not every engine that runs here could do so now.
         """
         if self._packed or not self._linears:
+            return
+        if self.size * max(1, reservations.engines()) > memory.available():
             return
         if self._equal is None:
             self._equal = self._gives_equal_bits(rows)

@@ -9,13 +9,15 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import IO
 
 import torch
 import transformers
 from torch import nn
 
-from esnode import accelerators, memory, placement, slicemap
+from esnode import accelerators, memory, placement, reservations, slicemap
 from esnode.engines.decode import Decoder, limits
 from esnode.engines.interface import MemoryPlan, Sampling, StopCheck, never
 from esnode.engines.replica_engine import ReplicaEngine, require_base
@@ -53,8 +55,11 @@ class TransformersEngine(ReplicaEngine):
         decoder: Decoder,
         kernels: Kernels,
         fingerprint: bytes,
+        reserved: IO[str] | None = None,
     ) -> None:
+        """`reserved`: what keeps others from planning with our memory as long as it is open."""
         super().__init__(lock, replica, kernels, fingerprint)
+        self._reserved = reserved
         self._decoder = decoder
         self.room = decoder.room
 
@@ -130,6 +135,9 @@ def load(
     plan = placement.settle(plan, device, wish)
     report(plan)
     memory.require(plan, lock.model)
+    reserved = reservations.take(memory.in_host(plan, device))
+    if device == "cpu":  # another one may have planned in the same moment
+        memory.require(replace(plan, available=memory.available()), lock.model)
 
     host = placement.open_master(lock, plan, device, wish)
     kernels = placement.pick(device, backend, host)
@@ -141,7 +149,8 @@ def load(
     room = plan.available // (wish.sharing if device == "cpu" else 1)  # of a GPU it is our part already
     pack = plan.on_device + plan.live <= room  # faster, with the same bits, where there is room
     decoder = Decoder(model, limits(model, bound), device, pack)
-    return TransformersEngine(lock, replica, decoder, kernels, _fingerprint(lock, device, arithmetic))
+    fingerprint = _fingerprint(lock, device, arithmetic)
+    return TransformersEngine(lock, replica, decoder, kernels, fingerprint, reserved)
 
 
 def compute_dtype(live_dtype: str, device: str = "cpu") -> str:
