@@ -31,7 +31,7 @@ from protocol.rolls import Rolls
 
 STATUS_SECONDS = 1.0
 FRAMES = 64  # forwarded per turn
-HIGH_WATER = 32  # frames queued per peer and direction
+HIGH_WATER = 2 * envelope.READER // envelope.FRAME  # frames per peer and direction; libzmq counts roughly
 FILE = "relay.json"
 
 
@@ -119,6 +119,7 @@ class Relay:
         why = why or self._accounts.admit(source, target, grant, len(payload), now)
         if not why and to is not None and not self._send(to, envelope.close(source, grant, payload)):
             why = "that peer does not read"
+            meter.dropped[why] += 1
         if why:
             self._send(route, envelope.close(target, envelope.NO_WAY, why.encode()))
         elif self._rate:

@@ -39,6 +39,8 @@ from protocol.messages import BlobAsk, Entries, Fetch, Message
 from protocol.peers import MOST_OWED, SLICE, Head, HeadAsk, PartAsk, PartData, Sorry
 from protocol.rolls import Rolls
 
+SLICE_SECONDS = 0.25  # of a limited rate are sent at once: each of several peers has its turn soon
+SMALLEST_SLICE = 4096
 HIGH_WATER = 64  # messages queued per peer: the rest waits in our own queue, within its grant
 MOST_ROUTES = 64
 ENTRIES_BYTES = 128 * 1024
@@ -100,6 +102,7 @@ class Donor:
         self._task = TaskData(folder.parent.parent)
         self._shelf = Shelf(folder)
         self._pace = Pace(rate)
+        self._slice = min(max(int(rate * SLICE_SECONDS), SMALLEST_SLICE), SLICE) if rate else SLICE
         self._free = 0.0
         self._queues: dict[Route, Queue] = {}
         self.served = 0  # bytes of snapshots
@@ -233,6 +236,7 @@ class Donor:
                 if now < self._free:
                     return
                 if queue.jobs and self._send_one(route, queue, now):
+                    self._queues[route] = self._queues.pop(route)  # the last to have its turn again
                     moved = True
                     now = time.monotonic()
             self._blocked = not moved
@@ -242,7 +246,7 @@ class Donor:
     def _send_one(self, route: Route, queue: Queue, now: float) -> bool:
         ask = queue.jobs[0]
         reader = self._shelf.find(ask.root, now)
-        answer, rest = _answer(reader, ask) if reader is not None else (None, None)
+        answer, rest = _answer(reader, ask, self._slice) if reader is not None else (None, None)
         if answer is None:
             queue.jobs.popleft()
             queue.owed = sum(j.size if isinstance(j, PartAsk) else SLICE for j in queue.jobs)
@@ -310,14 +314,14 @@ class Donor:
 
 
 def _answer(
-    reader: Reader, ask: HeadAsk | PartAsk
+    reader: Reader, ask: HeadAsk | PartAsk, most: int
 ) -> tuple[Head | PartData | None, HeadAsk | PartAsk | None]:
     """The next slice of what was asked, and what remains of the question; (None, None) for nonsense."""
     if isinstance(ask, HeadAsk):
         head = reader.manifest.head
         data = head[ask.offset : ask.offset + SLICE]
         return (Head(ask.root, ask.offset, len(head), data), None) if data else (None, None)
-    size = min(ask.size, SLICE)
+    size = min(ask.size, most)
     try:
         data = reader.raw(ask.part, ask.offset, size)
     except IndexError:

@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ if __name__ == "__main__":  # also during the imports below
 import zmq
 
 from esnode import snapshot, transfer
+from esnode import transferevents as te
 from esnode.checkpoint import FOLDER, KEPT
 from esnode.lines import Direct, ViaRelay, say
 from esnode.room import Room
@@ -41,6 +43,7 @@ from protocol.peers import SLICE, Head, HeadAsk, PartAsk, PartData, Sorry
 TICK_SECONDS = 0.05
 CHECK_SECONDS = 0.002  # while a part is being hashed
 TELL_SECONDS = 0.5
+RATE_SECONDS = 10.0  # over which a rate is told: a pause of a few seconds is no reason to think it over
 MEASURED_SECONDS = 1.0  # of transfer, or
 MEASURED_BYTES = 32 * 1024 * 1024  # of it, until a rate is told
 
@@ -85,6 +88,7 @@ class Receiver:
         self._began = time.monotonic()
         self._resumed = 0
         self._next_word = 0.0
+        self._seen: deque[tuple[float, int]] = deque(maxlen=int(RATE_SECONDS / TELL_SECONDS))
         self._finished: str | None = None
 
     def run(self) -> bool:
@@ -99,7 +103,7 @@ class Receiver:
             self._meet(now)
             self._hear()
             self._hear_checks()
-            self._step(transfer.Tick(now))
+            self._step(te.Tick(now))
             self._tell(now)
         if self._finished:
             say(failed=self._finished)
@@ -140,7 +144,7 @@ class Receiver:
             source = self._state.sources[key]
             if source.status == transfer.OPEN:
                 if source.way == "direct" and not line.up:
-                    self._step(transfer.Lost(now, key, line.reason))
+                    self._step(te.Lost(now, key, line.reason))
             elif source.status != transfer.BANNED:
                 self._open(key, line, now)
 
@@ -154,7 +158,7 @@ class Receiver:
         else:
             why = "there is no relay" if self._relay is None else self._relay.reason(key)
             return self._reached(key, "none", f"{line.reason}; {why}")
-        self._step(transfer.Opened(now, key, way, reason))
+        self._step(te.Opened(now, key, way, reason))
         if self._state.sources[key].status == transfer.OPEN:  # not at once, if it was lost just now
             self._reached(key, way, reason)
 
@@ -172,7 +176,7 @@ class Receiver:
         if self._relay is not None:
             for key, answer in self._relay.receive():
                 if answer is None:
-                    self._step(transfer.Lost(time.monotonic(), key, self._relay.reason(key)))
+                    self._step(te.Lost(time.monotonic(), key, self._relay.reason(key)))
                 elif key in self._lines:
                     self._take(key, answer)
 
@@ -180,20 +184,20 @@ class Receiver:
         try:
             message: Message = wire.decode(body, "peer")
         except wire.MalformedMessage as error:
-            return self._step(transfer.Lost(time.monotonic(), key, f"it sent a malformed message ({error})"))
+            return self._step(te.Lost(time.monotonic(), key, f"it sent a malformed message ({error})"))
         now = time.monotonic()
         if isinstance(message, Head) and message.root == self._root:
             self._take_head(key, message, now)
         elif isinstance(message, PartData) and message.root == self._root:
             self._take_slice(key, message, now)
         elif isinstance(message, Sorry) and message.root == self._root:
-            self._step(transfer.Lost(now, key, message.reason))
+            self._step(te.Lost(now, key, message.reason))
 
     def _take_head(self, key: bytes, message: Head, now: float) -> None:
         if self._manifest is not None or key != self._head_of or message.offset != len(self._head):
             return
         if message.total > snapshot.MAX_HEADER or not message.data:
-            return self._step(transfer.Lost(now, key, "its snapshot's head is too large"))
+            return self._step(te.Lost(now, key, "its snapshot's head is too large"))
         self._head += message.data
         if len(self._head) < message.total:
             return self._send(key, HeadAsk(self._root, len(self._head)), SLICE)
@@ -202,14 +206,14 @@ class Receiver:
         except SnapshotError as error:
             self._head.clear()
             say(poisoned=[key.hex(), 0, str(error)])
-            return self._step(transfer.Banned(now, key, str(error)))
+            return self._step(te.Banned(now, key, str(error)))
         if manifest.header.round != self._round:
             found = rounds(manifest.header.round)
             self._finished = f"the root is of the state after {found}, not {self._round}"
             return
         self._manifest = manifest
         have = self._prepare(manifest)
-        self._step(transfer.Began(now, manifest.header.total, manifest.header.part_size, have))
+        self._step(te.Began(now, manifest.header.total, manifest.header.part_size, have))
 
     def _prepare(self, manifest: Manifest) -> int:
         """Open the growing file; which parts an earlier attempt has left in it, checked now."""
@@ -233,14 +237,16 @@ class Receiver:
 
     def _take_slice(self, key: bytes, message: PartData, now: float) -> None:
         growing = self._buffers.get((key, message.part))
-        if growing is None or message.offset != growing.got or self._manifest is None:
+        if growing is None:
+            return self._step(te.Came(now, key, message.part, len(message.data)))
+        if message.offset != growing.got or self._manifest is None:
             return
         end = growing.got + len(message.data)
         if end > len(growing.data) or not message.data:
-            return self._step(transfer.Lost(now, key, "it sent more than a part has"))
+            return self._step(te.Lost(now, key, "it sent more than a part has"))
         growing.data[growing.got : end] = message.data
         growing.got = end
-        self._step(transfer.Came(now, key, message.part, len(message.data)))
+        self._step(te.Came(now, key, message.part, len(message.data)))
         if end < len(growing.data) or (key, message.part) not in self._buffers:
             return
         del self._buffers[key, message.part]
@@ -259,27 +265,27 @@ class Receiver:
         for name, check in list(self._checks.items()):
             if check.done():
                 del self._checks[name]
-                self._step(transfer.Checked(time.monotonic(), *name, check.result()))
+                self._step(te.Checked(time.monotonic(), *name, check.result()))
 
     # ------------------------------------------------------------ what the transfer wants
 
-    def _step(self, event: transfer.Event) -> None:
+    def _step(self, event: te.Event) -> None:
         self._state, actions = transfer.step(self._state, event)
         for action in actions:
             match action:
-                case transfer.AskHead(key):
+                case te.AskHead(key):
                     self._head.clear()
                     self._head_of = key
                     self._send(key, HeadAsk(self._root, 0), SLICE)
-                case transfer.Ask(key, part, offset, size):
+                case te.Ask(key, part, offset, size):
                     if (key, part) not in self._buffers:
                         self._buffers[key, part] = Growing(bytearray(self._state.size_of(part)))
                     self._send(key, PartAsk(self._root, part, offset, size), size)
-                case transfer.Drop(key, part):
+                case te.Drop(key, part):
                     self._buffers.pop((key, part), None)
-                case transfer.Report(key, part):
+                case te.Report(key, part):
                     say(poisoned=[key.hex(), part, "its hash does not fit"])
-                case transfer.Finish(reason):
+                case te.Finish(reason):
                     self._finished = reason
 
     def _send(self, key: bytes, message: Message, granted: int) -> None:
@@ -298,8 +304,9 @@ class Receiver:
         if spent < MEASURED_SECONDS and state.received < MEASURED_BYTES:
             return
         self._next_word = now + TELL_SECONDS
-        rate = state.received / spent if spent < 2 * MEASURED_SECONDS else state.rate
-        say(fetching=[state.done, state.total, rate])
+        since, before = self._seen[0] if self._seen else (state.began, 0)
+        self._seen.append((now, state.received))
+        say(fetching=[state.done, state.total, (state.received - before) / (now - since)])
 
     def _keep(self) -> bool:
         """Every part is checked and in the file: give it its name."""

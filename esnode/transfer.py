@@ -8,16 +8,33 @@ window here. A part comes from one donor alone: who sent a poisoned one is known
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
 
+from esnode.transferevents import (
+    Action,
+    Ask,
+    AskHead,
+    Banned,
+    Began,
+    Came,
+    Checked,
+    Drop,
+    Event,
+    Finish,
+    Lost,
+    Opened,
+    Report,
+)
+from protocol.envelope import FRAME, READER
 from protocol.peers import GRANT, MOST_OWED
 
-FIRST_WINDOW = 1 << 22  # bytes in flight from a donor that has not been measured
-SMALLEST_WINDOW, LARGEST_WINDOW = 1 << 19, MOST_OWED // 2  # of what was dropped some may be owed yet
-WINDOW_SECONDS = 1.0  # of a donor's measured rate are in flight
+FIRST_WINDOW = 1 << 19  # bytes in flight from a donor that has not been measured
+SMALLEST_WINDOW, LARGEST_WINDOW = 1 << 17, MOST_OWED // 2  # of what was dropped some may be owed yet
+WINDOW_SECONDS = 1.0  # of a donor's measured rate are in flight,
+ASK_SECONDS = 0.5  # in questions of so much of it: a slow line brings many small messages, not one for long
+SMALLEST_ASK = 1 << 15
 MEASURE_EVERY = 0.25  # seconds between measurements of a donor's rate
 MOST_UNCHECKED = 1 << 26  # bytes of whole parts that wait in memory for the disk, which so sets the pace
-STALL_SECONDS = 6.0  # a donor that was asked and sends nothing for this long is given up
+STALL_SECONDS = 6.0  # a donor that was asked and sends nothing for this long is given up, see `_silent`
 RETRY_SECONDS = 5.0  # before a donor that was lost is asked again
 PATIENCE = 30.0  # the transfer fails without any open donor for so long,
 STANDSTILL = 300.0  # and without one more whole part, whatever the donors begin and never end
@@ -45,7 +62,10 @@ class Source:
     jobs: tuple[Job, ...] = ()  # in the order they were asked for
     window: int = FIRST_WINDOW
     heard: float = 0.0  # bytes or a grant, last
+    due: int = 0  # what was asked of anybody before that has come when so many bytes have come in all
     sent: int = 0  # bytes that came from it
+    first: int = 0  # `sent` when it was opened
+    vain: int = 0  # bytes it was asked for and may send yet, of parts that another one has sent
     rate: float = 0.0  # bytes per second
     mark: tuple[float, int] = (0.0, 0)  # when the rate was measured, and `sent` then
     lost: float = float("-inf")  # when it was lost, last
@@ -69,6 +89,7 @@ class State:
     now: float = 0.0
     began: float | None = None  # first byte asked for
     received: int = 0  # bytes since, poisoned ones included
+    heard: float = 0.0  # when the last of them came, or one was asked for while none was on its way
     alone: float = 0.0  # since when no donor is open
     moved: float = 0.0  # when the last whole part, or the head, came
     asked_head: float | None = None
@@ -89,123 +110,9 @@ class State:
         return self.have.bit_count() * self.part_size - short
 
     @property
-    def rate(self) -> float:
-        """Bytes per second from all donors together; 0.0 while unknown."""
-        return sum(source.rate for source in self.sources.values() if source.status == OPEN)
-
-
-# ---------------------------------------------------------------- events
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """A donor can be talked to ("direct", "relay")."""
-
-    now: float
-    key: bytes
-    way: str
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """A donor cannot be talked to any more, or says it does not serve this snapshot."""
-
-    now: float
-    key: bytes
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Banned:
-    """A donor sent what cannot be of this snapshot: it is not asked again."""
-
-    now: float
-    key: bytes
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Began:
-    """The head is here and checked against the root. `have`: bit k set when part k lies on the disk."""
-
-    now: float
-    total: int
-    part_size: int
-    have: int
-
-
-@dataclass(frozen=True, slots=True)
-class Came:
-    """So many further bytes of a part from a donor."""
-
-    now: float
-    key: bytes
-    part: int
-    size: int
-
-
-@dataclass(frozen=True, slots=True)
-class Checked:
-    """A whole part from a donor was hashed; a good one is on the disk."""
-
-    now: float
-    key: bytes
-    part: int
-    good: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    now: float
-
-
-Event: TypeAlias = Opened | Lost | Banned | Began | Came | Checked | Tick
-
-# ---------------------------------------------------------------- actions
-
-
-@dataclass(frozen=True, slots=True)
-class AskHead:
-    """Fetch the head from this donor."""
-
-    key: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """Grant a donor credit for these bytes of a part."""
-
-    key: bytes
-    part: int
-    offset: int
-    size: int
-
-
-@dataclass(frozen=True, slots=True)
-class Drop:
-    """Throw away what has come of this part from this donor; more may still come and is ignored."""
-
-    key: bytes
-    part: int
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """Tell the coordinator: this donor sent a poisoned part."""
-
-    key: bytes
-    part: int
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """Over: every part is on the disk (`reason` is empty), or it cannot go on."""
-
-    reason: str
-
-
-Action: TypeAlias = AskHead | Ask | Drop | Report | Finish
+    def flying(self) -> int:
+        """Bytes on their way from all donors."""
+        return sum(source.flying for source in self.sources.values())
 
 
 def new(keys: tuple[bytes, ...], now: float) -> State:
@@ -263,8 +170,8 @@ class _Turn:
         source = self.state.sources.get(event.key)
         now = self.state.now
         if source is not None and source.status in (NEW, GONE) and now - source.lost >= RETRY_SECONDS:
-            fresh = Source(source.key, OPEN, event.way, event.reason, heard=now, sent=source.sent)
-            self.put(replace(fresh, mark=(now, source.sent)))
+            fresh = Source(source.key, OPEN, event.way, event.reason, heard=now)
+            self.put(replace(fresh, sent=source.sent, first=source.sent, mark=(now, source.sent)))
 
     def lose(self, key: bytes, reason: str, status: str = GONE) -> None:
         source = self.state.sources.get(key)
@@ -287,11 +194,17 @@ class _Turn:
 
     def came(self, event: Came) -> None:
         source, now = self.state.sources.get(event.key), self.state.now
-        if source is None or not any(job.part == event.part for job in source.jobs):
+        if source is None:
+            return
+        if not any(job.part == event.part for job in source.jobs):
+            if source.vain:  # it took its turn
+                self.put(replace(source, heard=now, vain=max(source.vain - event.size, 0)))
+                self.set(heard=now)
             return
         jobs = tuple(replace(j, got=j.got + event.size) if j.part == event.part else j for j in source.jobs)
-        self.put(replace(source, jobs=jobs, heard=now, sent=source.sent + event.size))
-        self.set(received=self.state.received + event.size)
+        self.set(received=self.state.received + event.size, heard=now)
+        due = self.state.received + self.state.flying
+        self.put(replace(source, jobs=jobs, heard=now, due=due, sent=source.sent + event.size))
 
     def checked(self, event: Checked) -> None:
         if (source := self.state.sources.get(event.key)) is None:
@@ -302,7 +215,9 @@ class _Turn:
         self.put(replace(source, jobs=tuple(job for job in source.jobs if job.part != event.part)))
         for other in self.state.sources.values():
             if any(job.part == event.part for job in other.jobs):
-                self.put(replace(other, jobs=tuple(job for job in other.jobs if job.part != event.part)))
+                job = next(job for job in other.jobs if job.part == event.part)
+                jobs = tuple(row for row in other.jobs if row is not job)
+                self.put(replace(other, jobs=jobs, vain=other.vain + job.granted - job.got))
                 self.actions.append(Drop(other.key, event.part))
         self.set(have=self.state.have | 1 << event.part, moved=self.state.now)
 
@@ -314,7 +229,7 @@ class _Turn:
         for source in self.state.sources.values():
             if source.status != OPEN:
                 continue
-            if source.flying and now - source.heard > STALL_SECONDS:
+            if self._silent(source):
                 self.lose(source.key, f"silent for {now - source.heard:.0f} s")
             elif now - source.mark[0] >= MEASURE_EVERY:
                 self._measure(source)
@@ -328,6 +243,16 @@ class _Turn:
         elif now - state.alone > PATIENCE or all(s.status == BANNED for s in state.sources.values()):
             why = {source.reason or "no answer" for source in state.sources.values()}
             self.finish("no donor can be reached: " + "; ".join(sorted(why)))
+
+    def _silent(self, source: Source) -> bool:
+        """Asked, and nothing came, though what was on its way before has come, and more; or nobody sends.
+
+        Where many donors share a slow line each one's turn comes late: giving it up wastes what came.
+        """
+        state = self.state
+        long = source.flying and state.now - source.heard > STALL_SECONDS
+        overtaken = state.received > source.due + GRANT or state.now - state.heard > STALL_SECONDS
+        return bool(long and overtaken)
 
     def _measure(self, source: Source) -> None:
         now, (since, before) = self.state.now, source.mark
@@ -358,7 +283,7 @@ class _Turn:
             self.set(asked_head=state.now)
 
     def _grant(self, source: Source) -> bool:
-        if source.status != OPEN or source.flying >= source.window:
+        if source.status != OPEN or source.flying >= source.window or self._relay_full(source):
             return False
         jobs = source.jobs
         if not jobs or jobs[-1].granted >= jobs[-1].size:
@@ -369,14 +294,25 @@ class _Turn:
                 return False
             jobs = (*jobs, Job(part, self.state.size_of(part)))
         job = jobs[-1]
-        size = min(GRANT, job.size - job.granted)
+        size = min(_ask_size(source), job.size - job.granted)
         self.actions.append(Ask(source.key, job.part, job.granted, size))
-        now = self.state.now
-        heard = source.heard if source.flying else now
-        self.put(replace(source, jobs=(*jobs[:-1], replace(job, granted=job.granted + size)), heard=heard))
+        state, now = self.state, self.state.now
+        if not state.flying:
+            self.set(heard=now)
+        if not source.flying:
+            source = replace(source, heard=now, due=state.received + state.flying)
+        self.put(replace(source, jobs=(*jobs[:-1], replace(job, granted=job.granted + size))))
         if self.state.began is None:
             self.set(began=now)
         return True
+
+    def _relay_full(self, source: Source) -> bool:
+        """The relay queues so much for one reader, in so many frames, and throws away what is beyond."""
+        if source.way != "relay":
+            return False
+        relayed = (job for other in self.state.sources.values() if other.way == "relay" for job in other.jobs)
+        owed = sum(job.granted - job.got + FRAME for job in relayed if job.granted > job.got)
+        return owed > READER - GRANT
 
     def _next_part(self, source: Source) -> int | None:
         """A part nobody is asked for; at the end one that another donor is slow with."""
@@ -398,3 +334,9 @@ class _Turn:
         asked = [job for other in self.state.sources.values() for job in other.jobs]
         single = [job for job in asked if sum(other.part == job.part for other in asked) == 1]
         return max(single, key=lambda job: job.size - job.got).part if single else None
+
+
+def _ask_size(source: Source) -> int:
+    """Bytes of the next question: by the measured rate, and before there is one by what has come so far."""
+    wanted = int(source.rate * ASK_SECONDS) if source.rate else (source.sent - source.first) // 4
+    return min(max(wanted, 2 * SMALLEST_ASK if not source.rate else SMALLEST_ASK), GRANT)

@@ -10,6 +10,8 @@ import struct
 KEY = 32
 FREE = 1024  # payloads up to this size need no credit: questions, refusals
 MOST = 512 * 1024  # bytes of a payload
+READER = 8 * 1024 * 1024  # bytes one reader may have asked for through a relay that have not come yet, where
+FRAME = 64 * 1024  # is counted for each part besides: a relay's queue holds so many frames
 NO_WAY = 0xFFFFFFFF  # in place of a grant, from the relay itself: not forwarded, the payload says why
 _HEAD = struct.Struct(f"<{KEY}sI")
 

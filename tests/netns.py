@@ -77,9 +77,13 @@ class Net:
         """The namespace's own name."""
         return f"{PREFIX}-{os.getpid()}-{name}"
 
+    def command(self, name: str) -> tuple[str, ...]:
+        """The words before a command that is to run in a namespace."""
+        return ("ip", "netns", "exec", self.space(name))
+
     def within(self, name: str, *words: str) -> None:
         """Run a command in a namespace; CalledProcessError carries what it said."""
-        _run("ip", "netns", "exec", self.space(name), *words)
+        _run(*self.command(name), *words)
 
     def address(self, name: str, port: int, v6: bool = False) -> str:
         """Where the coordinator's `port` is, seen from a node."""
@@ -89,10 +93,10 @@ class Net:
     def delayed(self, name: str, port: int, delay: float) -> str:
         """The same through a relay in the node's namespace that adds `delay` seconds each way."""
         near = f"tcp://127.0.0.1:{port}"
-        command = ["ip", "netns", "exec", self.space(name), sys.executable, "-m", "tests.relay"]
+        command = [*self.command(name), sys.executable, "-m", "tests.relay"]
         options = ["--listen", near, "--target", self.address(name, port), "--delay", str(delay)]
         self._relays.append(subprocess.Popen([*command, *options], cwd=ROOT))
-        knock = ["ip", "netns", "exec", self.space(name), "ss", "-ltn"]
+        knock = [*self.command(name), "ss", "-ltn"]
         wait_for(lambda: f":{port}" in _try(*knock).stdout)
         return near
 

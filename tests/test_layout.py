@@ -101,6 +101,7 @@ PURE: dict[str, set[str]] = {
     "esnode/laneshare.py": set(),
     "esnode/lanestate.py": set(),
     "esnode/transfer.py": set(),
+    "esnode/transferevents.py": set(),
     "esnode/branches.py": set(),
     "esnode/events.py": set(),
     "esnode/evidence.py": set(),

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 import coordinator.events as ce
 from coordinator import donors, machine, outputs, succession, terms
 from esnode import transfer
+from esnode import transferevents as te
 from protocol import wire, zmtp
 from protocol.chain import Chain
 from protocol.messages import Evidence, EvidenceAsk, Fetch, Rederive, Rederived, Refuse, Unit, Welcome
@@ -214,18 +215,21 @@ def test_one_donor_cannot_say_how_large_a_snapshot_is(monkeypatch: pytest.Monkey
 def test_donors_that_begin_every_part_and_end_none_do_not_hold_a_joiner_for_ever() -> None:
     """They are open, send, are found silent, open again: no node waits for that without end."""
     key = bytes(32)
-    state, actions = transfer.step(transfer.new((key,), 0.0), transfer.Opened(0.0, key, "direct"))
-    state, actions = transfer.step(state, transfer.Began(0.0, 64 << 20, 1 << 20, 0))
+    state, actions = transfer.step(transfer.new((key,), 0.0), te.Opened(0.0, key, "direct"))
+    state, actions = transfer.step(state, te.Began(0.0, 64 << 20, 1 << 20, 0))
     now, ended = 0.0, ""
     while not ended and now < 2 * transfer.STANDSTILL:
         now += 0.5
-        events: list[transfer.Event] = [transfer.Opened(now, key, "direct"), transfer.Tick(now)]
-        events += [transfer.Came(now, key, a.part, 1000) for a in actions if isinstance(a, transfer.Ask)]
+        events: list[te.Event] = [
+            te.Opened(now, key, "direct"),
+            te.Tick(now),
+        ]
+        events += [te.Came(now, key, a.part, 1000) for a in actions if isinstance(a, te.Ask)]
         actions = ()
         for event in events:
             state, more = transfer.step(state, event)
             actions += more
-        ended = next((a.reason for a in actions if isinstance(a, transfer.Finish)), "")
+        ended = next((a.reason for a in actions if isinstance(a, te.Finish)), "")
     assert "no donor has sent a whole part" in ended and state.received
 
 

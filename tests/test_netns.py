@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from coordinator import relay
 from esnode import nodeoptions
 from protocol import invite, ledger
 from protocol.lock import Lock
 from tests import chaos, netns, toy_engine
+from tests.donors import Exchange
 from tests.netns import PORT, Site
 from tests.runs import make_folder, wait_for
 
@@ -121,6 +123,38 @@ def test_a_firewall_that_drops_packets(site: Site) -> None:
     assert "tcp://10.77.1.1:7700: no answer at all" in site.words("n1")
     reached = site.status()["round"]
     wait_for(lambda: site.status()["round"] > reached)
+
+
+def test_many_donors_behind_a_relay_and_a_slow_line(tmp_path: Path) -> None:
+    """The line carries everything about once, and nobody is given up because its turn comes late."""
+    names = "abcdefgh"
+    with (
+        netns.Net((*names, "j"), "3mbit") as net,
+        Exchange(tmp_path, names + "j", size=6_000_000) as exchange,
+    ):
+        exchange.keep(*names)
+        exchange.prefix = net.command(netns.COORDINATOR)
+        exchange.start_relay("--bind", f"tcp://0.0.0.0:{PORT}")
+        assert exchange.relay is not None
+        for name in (*names, "j"):
+            exchange.prefix = net.command(name)
+            exchange.relay["address"] = net.address(name, PORT)
+            if name != "j":
+                exchange.donor(name)
+                exchange.children[name].tell(
+                    {"relay": exchange.relay["address"], "key": exchange.relay["key"]}
+                )
+        exchange.addresses = {}
+        time.sleep(3)  # until all have greeted the relay
+        child = exchange.receive(names)
+        assert exchange.wait(child) == "" and exchange.equal()
+        assert len([way for _, way, _ in child.said("reached") if way == "relay"]) == len(names)
+        time.sleep(1.2)
+        shown = relay.read_status(tmp_path)
+        assert shown is not None and not any(meter["dropped"] for meter in shown["peers"].values()), shown
+        got = shown["peers"][exchange.keys["j"].hex()]["got"]
+        print(f"{got / 1e6:.1f} MB for 6 MB: {child.said('fetched')[0][2]}")
+        assert got < 7_000_000
 
 
 def invite_to(site: Site, name: str, lock: Lock, port: int = PORT) -> tuple[str, ...]:

@@ -86,6 +86,35 @@ def test_two_that_cannot_dial_each_other_use_the_relay(tmp_path: Path) -> None:
         assert not any(meter["dropped"].get("more than its reader granted") for meter in meters.values())
 
 
+def test_several_take_from_one_donor_that_may_send_little(tmp_path: Path) -> None:
+    """Each has its turn before it gives the donor up: a slice of a limited donor is small."""
+    with Exchange(tmp_path, "adefg", size=1 << 26) as exchange:  # in parts of a slice
+        exchange.keep("a")
+        exchange.donor("a", rate=100_000)
+        joiners = [exchange.receive("a", who) for who in "defg"]
+        for child in joiners:
+            wait_for(lambda child=child: child.said("fetching"), 30, exchange.words("receiver"))
+        time.sleep(10)
+        for child in joiners:
+            told = child.said("fetching")
+            assert len(child.said("reached")) == 1 and told[-1][2] > 5000, (child.said("reached"), told)
+
+
+def test_a_pause_is_not_told_as_the_rate(tmp_path: Path) -> None:
+    """By the told rate a node thinks its choice over: it would leave a snapshot that is nearly here."""
+    with Exchange(tmp_path, size=12_000_000) as exchange:
+        exchange.keep("a")
+        exchange.donor("a", rate=1_000_000)
+        child = exchange.receive("a")
+        wait_for(lambda: len(child.said("fetching")) > 6)
+        exchange.children["a"].process.send_signal(signal.SIGSTOP)
+        time.sleep(4)
+        exchange.children["a"].process.send_signal(signal.SIGCONT)
+        assert exchange.wait(child) == "" and exchange.equal()
+        rates = [rate for _, _, rate in child.said("fetching")]
+        assert min(rates) > 0.3e6 and max(rates) < 1.7e6, rates
+
+
 def test_nobody_there_is_said_in_words(tmp_path: Path) -> None:
     with Exchange(tmp_path, size=50_000) as exchange:
         exchange.keep("a")

@@ -7,8 +7,9 @@ from collections import Counter
 
 import pytest
 
+from coordinator.relay import HIGH_WATER
 from esnode import transfer
-from esnode.transfer import (
+from esnode.transferevents import (
     Ask,
     AskHead,
     Banned,
@@ -16,13 +17,14 @@ from esnode.transfer import (
     Came,
     Checked,
     Drop,
+    Event,
     Finish,
     Lost,
     Opened,
     Report,
     Tick,
 )
-from protocol.peers import GRANT, MOST_OWED
+from protocol.peers import GRANT, MOST_OWED, SLICE
 
 PART = 1 << 20
 A, B, C = b"a" * 32, b"b" * 32, b"c" * 32
@@ -46,9 +48,10 @@ class Hall:
         self.reports: list[bytes] = []
         self.stored: set[int] = set()
         self.finished: str | None = None
+        self.deepest = 0  # messages in one line's queue
         self.disk: list[tuple[bytes, int]] | None = None  # whole parts that wait for it; None: it keeps up
 
-    def feed(self, event: transfer.Event) -> None:
+    def feed(self, event: Event) -> None:
         self.state, actions = transfer.step(self.state, event)
         for action in actions:
             if isinstance(action, AskHead):
@@ -67,9 +70,27 @@ class Hall:
             elif isinstance(action, Finish):
                 self.finished = action.reason
 
-    def open(self, *keys: bytes) -> None:
+    def open(self, *keys: bytes, way: str = "direct") -> None:
         for key in keys:
-            self.feed(Opened(self.now, key, "direct"))
+            self.feed(Opened(self.now, key, way))
+
+    def one_line(self, rate: float, message: int) -> None:
+        """From now on until it is over everybody's messages stand in one queue before a line of this rate."""
+        queue: list[tuple[bytes, int, int]] = []
+        budget = 0.0
+        while self.finished is None:
+            for key, asks in self.owed.items():
+                for ask in asks:
+                    sizes = [min(message, ask.size - k) for k in range(0, ask.size, message)]
+                    queue += [(key, ask.part, size) for size in sizes]
+                asks.clear()
+            self.now += 0.05
+            budget += 0.05 * rate
+            while queue and budget >= queue[0][2] and self.finished is None:
+                budget -= queue[0][2]
+                self._arrive(*queue.pop(0))
+            self.feed(Tick(self.now))
+            self.deepest = max(self.deepest, len(queue))
 
     def tick(self, seconds: float = 0.05) -> None:
         """Every donor sends what its speed allows of what it was asked for."""
@@ -89,7 +110,7 @@ class Hall:
     def _arrive(self, key: bytes, part: int, size: int) -> None:
         self.sent[key] += size
         if (key, part) not in self.came:
-            return
+            return self.feed(Came(self.now, key, part, size))
         self.came[key, part] += size
         self.feed(Came(self.now, key, part, size))
         if self.came.get((key, part)) == self.state.size_of(part):
@@ -125,7 +146,7 @@ def test_donors_share_by_their_speed() -> None:
 
 
 def test_never_more_in_flight_than_the_window() -> None:
-    hall = Hall({A: 4e5, B: 2e7})
+    hall = Hall({A: 1e5, B: 2e7})
     hall.open(A, B)
     while hall.finished is None:
         hall.tick()
@@ -192,6 +213,25 @@ def test_a_silent_donor_loses_its_parts_to_another() -> None:
     took = hall.run()
     assert hall.whole() and took < 60
     assert "silent" in hall.state.sources[A].reason
+
+
+@pytest.mark.parametrize("way", ["direct", "relay"])
+def test_many_donors_on_one_slow_line_are_all_kept(way: str) -> None:
+    """Each one's turn comes late; whoever is given up for that has sent in vain."""
+    hall = Hall({bytes([k]) * 32: 1.0 for k in range(16)}, parts=80)
+    hall.open(*hall.speeds, way=way)
+    began = hall.now
+    hall.one_line(250_000, SLICE)
+    assert hall.whole() and hall.now - began < 1.1 * hall.total / 250_000
+    assert all(source.lost < 0 for source in hall.state.sources.values())
+
+
+@pytest.mark.parametrize("parts", [16, 300])
+def test_a_relay_is_asked_for_no_more_than_it_queues(parts: int) -> None:
+    hall = Hall({bytes([k]) * 32: 1.0 for k in range(16)}, parts=parts)
+    hall.open(*hall.speeds, way="relay")
+    hall.one_line(1e8 if parts > 16 else 1e6, SLICE)
+    assert hall.whole() and hall.deepest <= HIGH_WATER / 2
 
 
 def test_a_killed_donor_and_one_that_comes_back() -> None:
