@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import sys
@@ -63,12 +64,12 @@ class Relay:
         poller = zmq.Poller()
         for what in (self._router, self._zap, sys.stdin.fileno()):
             poller.register(what, zmq.POLLIN)
-        next_status = 0.0
+        next_status = time.monotonic()
         while True:
             wait = self._free - time.monotonic()  # it does not read then: senders' queues fill
             if wait > 0:
                 time.sleep(min(wait, 0.2))
-            ready = dict(poller.poll(int(STATUS_SECONDS * 1000)))
+            ready = dict(poller.poll(max(0, math.ceil((next_status - time.monotonic()) * 1000))))
             if sys.stdin.fileno() in ready:
                 return
             self._answer_zap()

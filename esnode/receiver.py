@@ -304,6 +304,9 @@ class Receiver:
         if spent < MEASURED_SECONDS and state.received < MEASURED_BYTES:
             return
         self._next_word = now + TELL_SECONDS
+        if self._seen and now - self._seen[-1][0] > transfer.LOOK_SECONDS:
+            self._seen.clear()  # this process was stopped
+            return self._seen.append((now, state.received))
         since, before = self._seen[0] if self._seen else (state.began, 0)
         self._seen.append((now, state.received))
         say(fetching=[state.done, state.total, (state.received - before) / (now - since)])

@@ -36,6 +36,7 @@ MEASURE_EVERY = 0.25  # seconds between measurements of a donor's rate
 MOST_UNCHECKED = 1 << 26  # bytes of whole parts that wait in memory for the disk, which so sets the pace
 STALL_SECONDS = 6.0  # a donor that was asked and sends nothing for this long is given up, see `_silent`
 RETRY_SECONDS = 5.0  # before a donor that was lost is asked again
+LOOK_SECONDS = 3.0  # between two events at most, in a process that runs
 PATIENCE = 30.0  # the transfer fails without any open donor for so long,
 STANDSTILL = 300.0  # and without one more whole part, whatever the donors begin and never end
 NEW, OPEN, GONE, BANNED = "new", "open", "gone", "banned"
@@ -124,6 +125,8 @@ def step(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
     """What follows from one event."""
     if state.over:
         return state, ()
+    if event.now - state.now > LOOK_SECONDS:
+        state = _later(state, event.now - state.now)
     turn = _Turn(replace(state, now=max(event.now, state.now)))
     if isinstance(event, Opened):
         turn.opened(event)
@@ -141,6 +144,13 @@ def step(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
     if not turn.state.over:
         turn.fill()
     return turn.state, tuple(turn.actions)
+
+
+def _later(state: State, gap: float) -> State:
+    """Nobody was silent for this long: this process was stopped, or its machine slept."""
+    sources = {key: replace(source, heard=source.heard + gap) for key, source in state.sources.items()}
+    alone, moved, heard = state.alone + gap, state.moved + gap, state.heard + gap
+    return replace(state, sources=sources, alone=alone, moved=moved, heard=heard)
 
 
 class _Turn:

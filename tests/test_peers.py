@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 import signal
 import socket
@@ -185,8 +184,9 @@ def test_the_daemon_opens_the_socket_for_both_families_and_starts_a_killed_donor
             assert "127.0.0.1" not in address and "[::1]" not in address
         port = peers.port
         assert answers(f"tcp://127.0.0.1:{port}")
-        os.kill(peers.pids[0], signal.SIGKILL)
-        wait_for(lambda: not peers.events(time.monotonic()) and not peers.pids)
+        assert peers._donor is not None
+        peers._donor.process.kill()
+        wait_for(lambda: not peers.events(time.monotonic()) and peers._donor is None)
         assert peers.events(time.monotonic() + AGAIN_SECONDS + 1) == [] and peers.port == port
         wait_for(lambda: answers(f"tcp://127.0.0.1:{port}"))
     finally:

@@ -249,6 +249,19 @@ def test_a_killed_donor_and_one_that_comes_back() -> None:
     assert hall.whole() and hall.sent[A] > hall.total / 4
 
 
+def test_a_process_that_was_stopped_blames_nobody() -> None:
+    hall = Hall({A: 2e6, B: 2e6})
+    hall.open(A, B)
+    for _ in range(20):
+        hall.tick()
+    hall.now += 10 * transfer.STANDSTILL
+    hall.feed(Tick(hall.now))
+    assert hall.finished is None
+    assert {source.status for source in hall.state.sources.values()} == {transfer.OPEN}
+    hall.run()
+    assert hall.whole()
+
+
 def test_the_head_is_asked_of_another_when_one_does_not_answer() -> None:
     hall = Hall({A: 2e6, B: 2e6})
     hall.silent = {A}
