@@ -19,12 +19,12 @@ from coordinator import sockets
 from coordinator.counts import Counts
 from coordinator.enrolment import Guests
 from coordinator.events import Received
-from coordinator.holders import Holders
+from coordinator.holders import SUPERSEDED, Holders
 from coordinator.limits import FETCHER, GREETER, NEWCOMER, NODE, Limits
 from protocol import wire, zmtp
 from protocol.errors import UserError
 from protocol.keys import KEY_BYTES
-from protocol.messages import BlobAsk, Enrol, Enrolled, Fetch, Hello, Message, Refuse, Rehello
+from protocol.messages import BlobAsk, Bye, Enrol, Enrolled, Fetch, Hello, Message, Refuse, Rehello
 
 UNKNOWN = "unknown"  # the peer of a refusal when no admitted key was proved
 SHARED_BYTES = 1024  # a larger body is not copied per peer
@@ -265,7 +265,10 @@ class Gate:
     def _on_hello(self, peer: bytes, name: str, route: bytes, place: str) -> bool:
         held = self._holders.route(peer) is not None
         refusal = self._holders.claim(peer, route, place, self._now)
-        if refusal:
+        if refusal == SUPERSEDED:
+            self.counts.refuse(name, "late Hello")
+            self._send_to(route, Bye(SUPERSEDED))
+        elif refusal:
             self.counts.refuse(name, "two machines use one key")
             self._send_to(route, Refuse(refusal))
             if held:  # the moment they were found out; what follows is only counted

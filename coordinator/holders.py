@@ -1,5 +1,8 @@
 """Which connection speaks for which key: the one that said Hello last, unless two machines take turns.
 
+A Hello of an older connection than the holder's is late: a machine whose packets were lost for a while is
+back on a new connection before what it said on the old one arrives.
+
 Pure bookkeeping over a clock and a way to tell a connection something, both handed in. Called by `gate.py`.
 A machine that comes back after its old connection died takes no key from anybody; a swap is counted only when
 the old connection can still be told, and three of them within a minute mean two machines.
@@ -14,6 +17,7 @@ from protocol.messages import Bye, Message, Refuse
 
 MAX_SWAPS = 3
 SWAP_SECONDS = 60.0  # in which they count, and how long both are refused then
+ROUTE_BYTES = 5
 SUPERSEDED = "another connection said Hello with this key; two machines must not share one"
 TWO_MACHINES = (
     "two machines use one key: connections from {} and {} took it from each other {} times within a minute; "
@@ -62,11 +66,16 @@ class Holders:
             del self._holders[peer]
 
     def claim(self, peer: bytes, route: bytes, place: str, now: float) -> str:
-        """A Hello over this connection. Empty: it holds the key now; else why it is refused."""
+        """A Hello over this connection. Empty: it holds the key now; else why it is refused.
+
+        SUPERSEDED: it is older than the connection that holds the key.
+        """
         until, words = self._refused.get(peer, (0.0, ""))
         if now < until:
             return words
         old = self._holders.get(peer)
+        if old is not None and _older(route, old.route):
+            return SUPERSEDED
         if old is not None and old.route != route:
             swaps = [at for at in self._swaps.get(peer, []) if now - at < SWAP_SECONDS]
             words = TWO_MACHINES.format(old.place, place, MAX_SWAPS) if len(swaps) + 1 >= MAX_SWAPS else ""
@@ -79,3 +88,11 @@ class Holders:
             self._swaps[peer] = swaps
         self._holders[peer] = Holder(route, place)
         return ""
+
+
+def _older(route: bytes, other: bytes) -> bool:
+    """Whether a connection stood before another one: libzmq counts its routing ids up after a zero byte."""
+    if len(route) != ROUTE_BYTES or len(other) != ROUTE_BYTES:
+        return False  # without encryption nodes name themselves
+    ahead = (int.from_bytes(other, "big") - int.from_bytes(route, "big")) % 2**32
+    return 0 < ahead < 2**31

@@ -118,6 +118,10 @@ class Net:
             self._cut.discard(name)
             self._drop("-D", name)
 
+    def mute(self, name: str, mute: bool = True) -> None:
+        """Packets of a node vanish; it gets those of others."""
+        self.within(name, "iptables", "-I" if mute else "-D", "OUTPUT", "!", "-o", "lo", "-j", "DROP")
+
     def refuse_silently(self, name: str, port: int) -> None:
         """A firewall in front of the coordinator: packets of this node to `port` vanish."""
         for tool in ("iptables", "ip6tables"):

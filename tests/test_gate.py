@@ -99,6 +99,28 @@ def test_the_newest_hello_holds_the_key() -> None:
     assert net.told == [(b"r1", Bye(SUPERSEDED))] and holders.place(b"k") == "10.0.0.2"
 
 
+def test_a_late_hello_of_the_connection_before_takes_nothing(door: Door) -> None:
+    """After packets were lost one way, what was said on the old connection comes when the new one stands."""
+    old = door.link(N1)
+    assert door.say(old, HELLO)
+    new = door.link(N1)
+    assert door.say(new, HELLO)
+    for _ in range(2):
+        assert door.say(old, HELLO) == []
+    assert door.refused("n1") == {"late Hello": 2}
+    assert wait_for(old.receive)[0] == Bye(SUPERSEDED)
+    assert new.receive() == [] and door.say(new, HELLO) and door.say(new, BEAT)
+
+
+def test_the_count_of_connections_wraps() -> None:
+    net = Wire()
+    holders = Holders(net.tell)
+    assert holders.claim(b"k", b"\0" + b"\xff" * 4, "10.0.0.1", 0.0) == ""
+    assert holders.claim(b"k", bytes(5), "10.0.0.1", 1.0) == ""
+    assert holders.claim(b"k", b"\0" + b"\xff" * 4, "10.0.0.1", 2.0) == SUPERSEDED
+    assert holders.route(b"k") == bytes(5) and len(net.told) == 1
+
+
 def test_three_swaps_within_a_minute_refuse_both() -> None:
     net = Wire()
     holders = Holders(net.tell)
@@ -131,10 +153,12 @@ def test_one_machine_on_a_bad_line_is_not_two() -> None:
 
 def test_a_cloned_key_is_found_out(door: Door, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    machines = [door.link(N1) for _ in range(MAX_SWAPS + 1)]
-    for machine in machines[:-1]:
-        assert door.say(machine, HELLO)
+    machines = []
+    for _ in range(MAX_SWAPS):
+        machines.append(door.link(N1))
+        assert door.say(machines[-1], HELLO)
     assert door.say(door.link(N2), HELLO)
+    machines.append(door.link(N1))
     assert door.say(machines[-1], HELLO) == []
     for machine in machines[-2:]:
         (last,) = wait_for(machine.receive)

@@ -80,6 +80,25 @@ def test_a_partition_heals(site: Site, seconds: float) -> None:
     check(site)
 
 
+def test_a_node_that_is_not_heard_for_a_while_is_back(site: Site) -> None:
+    """It hears and is not heard: what it said on the old connection arrives after it is back on a new one."""
+    make_folder(site.folder, rounds=10**6, task_options={"seconds": 0.1})
+    site.serve()
+    node = site.join("n1")
+    site.join("n2")
+    wait_for(lambda: {site.node_state(name).get("state") for name in ("n1", "n2")} == {"ready"}, START)
+    site.net.mute("n1")
+    time.sleep(20)
+    site.net.mute("n1", False)
+    wait_for(lambda: node.poll() is not None or site.node_state("n1")["state"] == "ready")
+    time.sleep(20)  # the kernel tries again after ever longer pauses
+    assert node.poll() is None, site.words("n1")
+    assert site.node_state("n1")["state"] == "ready"
+    site.end_after(2)
+    site.wait_end(30)
+    check(site)
+
+
 def test_an_isolated_coordinator_waits_and_goes_on(site: Site) -> None:
     make_folder(site.folder, rounds=40, task_options={"seconds": 0.1})
     site.serve()
