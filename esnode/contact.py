@@ -126,6 +126,7 @@ def _race(links: Sequence[Link], seconds: float) -> tuple[Link | None, dict[str,
             now = time.monotonic()
             for link in links:
                 link.receive()
+                link.refresh(now)
             healths = {link.address: link.health(now) for link in links}
             chosen = next((k for k in links if healths[k.address].state == State.CONNECTED), None)
             if now > deadline or all(_settled(health, now) for health in healths.values()):

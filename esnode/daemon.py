@@ -83,7 +83,6 @@ class Daemon:
         self._leave: str | None = None
         self._leave_by = float("inf")
         self._stopped: tuple[str, int] | None = None
-        self._told = ""
         self._next_look = 0.0
         self._peers: peers.Peers | None = None
 
@@ -296,8 +295,7 @@ class Daemon:
     def _mind_link(self, now: float) -> None:
         """Log changes of the connection; follow a coordinator of this folder that listens elsewhere now."""
         health = self._link.health(now)
-        if health.sentence != self._told:
-            self._told = health.sentence
+        if self._link.is_news(health):
             usual = health.state in (State.CONNECTED, State.CONNECTING)
             self._log.log(logging.INFO if usual else logging.WARNING, "%s", health.sentence)
         if health.state == State.REFUSED and self._link.shut_out:

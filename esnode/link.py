@@ -93,7 +93,7 @@ class Link:
         """Start connecting. `server_key`: the coordinator's public key, or None for no encryption (loopback
         only); `secret`: the node's own CURVE secret, whose public half is its identity.
         """
-        self._addresses = _checked(addresses)
+        self._ways = _ways(addresses)
         self._turn = 0
         self._server_key = server_key
         self._secret = secret
@@ -102,6 +102,7 @@ class Link:
         self.dropped: Counter[str] = Counter()
         self.connections = 0  # finished handshakes so far
         self._state = State.CONNECTING
+        self._told: set[str] = set()
         self._shut: set[str] = set()  # addresses that refused this key since the last connection
         self._context: zmq.Context[Any] = zmq.Context()
         self._open()
@@ -109,12 +110,12 @@ class Link:
     @property
     def address(self) -> str:
         """The address in use."""
-        return self._addresses[self._turn]
+        return self._ways[self._turn][0]
 
     @property
     def shut_out(self) -> bool:
         """Whether every address has refused this node's key."""
-        return self._shut.issuperset(self._addresses)
+        return self._shut.issuperset(address for address, _ in self._ways)
 
     @property
     def sockets(self) -> tuple[zmq.Socket[Any], zmq.Socket[Any]]:
@@ -162,21 +163,36 @@ class Link:
         key = curve_public(self._secret).hex()
         return Health(state, _SENTENCES[state].format(address=self.address, key=key), self._since)
 
+    def is_news(self, health: Health) -> bool:
+        """Whether its sentence was not told since the last connection: addresses that fail take turns."""
+        connected = health.state == State.CONNECTED
+        news = self._told != {health.sentence} if connected else health.sentence not in self._told
+        self._told = {health.sentence} if connected else self._told | {health.sentence}
+        return news
+
     def refresh(self, now: float) -> bool:
-        """With several addresses, try the next when this one keeps failing; True when sockets changed."""
+        """With several addresses, try the next when this one keeps failing; True when sockets changed.
+
+        A name is as good as two: it may have an address of each family.
+        """
         health = self.health(now)
-        if len(self._addresses) < 2 or health.state == State.CONNECTED:
+        if len(self._ways) < 2 or health.state == State.CONNECTED:
+            return False
+        following = [*self._ways[self._turn + 1 :], *self._ways[: self._turn]]
+        if health.hopeless:  # a name's other family leads to the same place
+            following = [way for way in following if way[0] != self.address]
+        if not following:
             return False
         failing = health.hopeless or health.state == State.UNREACHABLE
         if now - self._tried < (ROTATE_FAILED_SECONDS if failing else ROTATE_SECONDS):
             return False
-        self._turn = (self._turn + 1) % len(self._addresses)
+        self._turn = self._ways.index(following[0])
         self._reopen()
         return True
 
     def redirect(self, addresses: Sequence[str]) -> None:
         """Use other addresses from now on: a restarted coordinator may listen elsewhere."""
-        self._addresses, self._turn = _checked(addresses), 0
+        self._ways, self._turn = _ways(addresses), 0
         self._reopen()
 
     def close(self, farewell: bool) -> None:
@@ -187,7 +203,7 @@ class Link:
     # ------------------------------------------------------------ socket
 
     def _open(self) -> None:
-        self._dealer = _dealer(self._context, self.address, self._server_key, self._secret)
+        self._dealer = _dealer(self._context, *self._ways[self._turn], self._server_key, self._secret)
         self._monitor = self._dealer.get_monitor_socket(_WATCHED)
         self._tried = time.monotonic()  # since when this address is tried without success
         self._tcp_since = 0.0
@@ -238,19 +254,18 @@ class Link:
             self._set(State.UNREACHABLE)  # a retry after a cut handshake would say nothing new
 
 
-def _checked(addresses: Sequence[str]) -> tuple[str, ...]:
+def _ways(addresses: Sequence[str]) -> tuple[tuple[str, bool], ...]:
+    """Each address, and whether to dial it with IPv6."""
     if not addresses:
         raise LinkError("no coordinator address given")
-    for address in addresses:
-        try:
-            zmtp.host_and_port(address)
-        except ValueError as error:
-            raise LinkError(str(error)) from error
-    return tuple(addresses)
+    try:
+        return tuple((address, v6) for address in addresses for v6 in zmtp.families(address))
+    except ValueError as error:
+        raise LinkError(str(error)) from error
 
 
 def _dealer(
-    context: zmq.Context[Any], address: str, server_key: bytes | None, secret: bytes
+    context: zmq.Context[Any], address: str, v6: bool, server_key: bytes | None, secret: bytes
 ) -> zmq.Socket[Any]:
     dealer: zmq.Socket[Any] = context.socket(zmq.DEALER)
     for option, value in (
@@ -267,7 +282,7 @@ def _dealer(
         (zmq.HEARTBEAT_IVL, zmtp.HEARTBEAT_MS),
         (zmq.HEARTBEAT_TIMEOUT, zmtp.HEARTBEAT_TIMEOUT_MS),
         (zmq.HEARTBEAT_TTL, zmtp.HEARTBEAT_TIMEOUT_MS),
-        (zmq.IPV6, zmtp.needs_ipv6(address)),
+        (zmq.IPV6, v6),
     ):
         dealer.setsockopt(option, value)
     if server_key is None:

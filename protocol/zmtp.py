@@ -56,6 +56,12 @@ def is_loopback(address: str) -> bool:
     return host in ("localhost", "[::1]") or host.startswith("127.")
 
 
+def families(address: str) -> tuple[bool, ...]:
+    """The ways to dial it, whether with IPv6 each: libzmq takes one address of a name, maybe a dead one."""
+    host, _ = host_and_port(address)
+    return (needs_ipv6(address),) if host.startswith("[") or not needs_ipv6(address) else (True, False)
+
+
 def needs_ipv6(address: str) -> bool:
     """Whether the host may be an IPv6 address: every name, and what stands in brackets."""
     host, _ = host_and_port(address)

@@ -19,6 +19,7 @@ from typing import Any
 from tests.runs import ROOT, Processes, wait_for
 
 PREFIX = "esnode"
+NAMES = Path("/etc/netns")  # where `ip netns exec` looks for a namespace's own /etc
 TOOLS = ("ip", "tc", "iptables", "ip6tables")
 COORDINATOR = "coordinator"
 PORT = 7700
@@ -50,6 +51,7 @@ def sweep() -> None:
         owner = name.split("-")[1] if name.startswith(f"{PREFIX}-") else ""
         if owner.isdecimal() and not os.path.exists(f"/proc/{owner}"):
             _try("ip", "netns", "del", name)
+            shutil.rmtree(NAMES / name, ignore_errors=True)
 
 
 class Net:
@@ -122,6 +124,12 @@ class Net:
         """Packets of a node vanish; it gets those of others."""
         self.within(name, "iptables", "-I" if mute else "-D", "OUTPUT", "!", "-o", "lo", "-j", "DROP")
 
+    def hosts(self, name: str, lines: str) -> None:
+        """What names mean in a namespace, as in /etc/hosts."""
+        folder = NAMES / self.space(name)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "hosts").write_text(lines)
+
     def refuse_silently(self, name: str, port: int) -> None:
         """A firewall in front of the coordinator: packets of this node to `port` vanish."""
         for tool in ("iptables", "ip6tables"):
@@ -134,6 +142,7 @@ class Net:
             relay.wait()
         for name in (COORDINATOR, *self._nodes):
             _try("ip", "netns", "del", self.space(name))
+            shutil.rmtree(NAMES / self.space(name), ignore_errors=True)
 
     def __enter__(self) -> Net:
         return self

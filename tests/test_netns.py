@@ -127,6 +127,18 @@ def test_ipv6(site: Site) -> None:
     check(site)
 
 
+def test_a_name_with_an_address_that_gets_nowhere(site: Site) -> None:
+    """Nothing listens at the name's IPv6 address, as with a coordinator that binds 0.0.0.0."""
+    make_folder(site.folder, rounds=3)
+    site.net.hosts("n1", "fd77:1::1 coordinator.test\n10.77.1.1 coordinator.test\n")
+    site.serve()
+    site.join("n1", f"tcp://coordinator.test:{PORT}")
+    wait_for(lambda: "connected to tcp://coordinator.test:" in site.words("n1"), START, site.words("n1"))
+    site.join("n2")
+    site.wait_end(30)
+    check(site)
+
+
 def test_a_firewall_that_drops_packets(site: Site) -> None:
     """One sentence within ten seconds, whatever silence is on the line; the other node is not disturbed."""
     make_folder(site.folder, rounds=10**6, task_options={"seconds": 0.05})

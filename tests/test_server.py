@@ -17,7 +17,7 @@ import zmq
 from coordinator.gate import BindError
 from esnode import admin
 from esnode.link import Link, LinkError, State
-from protocol import keys, wire
+from protocol import keys, wire, zmtp
 from protocol.messages import Ack, Bye, Fetch, Refuse, Rehello, Unit
 from tests.door import BEAT, HELLO, N1, N2, SERVER, STRANGER, Door
 from tests.doorman import Doorman
@@ -98,6 +98,28 @@ def test_next_address_is_tried(door: Door, monkeypatch: pytest.MonkeyPatch) -> N
     door.links.append(link)
     wait_for(lambda: door.pump(0.02) or link.receive() or link.refresh(time.monotonic()))
     assert door.say(link, HELLO)
+
+
+def test_addresses_that_fail_in_turn_are_told_once(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("esnode.link.ROTATE_FAILED_SECONDS", 0.05)
+    link = Link(["tcp://127.0.0.1:9", "tcp://127.0.0.2:9"], keys.curve_public(SERVER), N1)
+    door.links.append(link)
+    told: list[str] = []
+    turns = 0
+    while turns < 20:
+        link.receive()
+        health = link.health(time.monotonic())
+        told += [health.sentence] if link.is_news(health) else []
+        turns += link.refresh(time.monotonic())
+    assert sum("nothing answers" in line for line in told) == 2 and len(told) == len(set(told))
+    link.redirect([door.address])
+    assert door.say(link, HELLO)
+    assert [link.is_news(link.health(time.monotonic())) for _ in range(2)] == [True, False]
+
+
+def test_a_name_is_dialled_in_both_families() -> None:
+    assert zmtp.families("tcp://coordinator.test:1") == (True, False)
+    assert zmtp.families("tcp://10.0.0.1:1") == (False,) and zmtp.families("tcp://[::1]:1") == (True,)
 
 
 def test_a_key_is_shut_out_when_every_address_refuses_it(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
