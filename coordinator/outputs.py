@@ -22,7 +22,7 @@ from coordinator.limits import Limits, Rate
 from protocol import logfile
 from protocol.errors import UserError
 
-METRIC_NOTES = frozenset({"commit", "score", "end"})
+METRIC_NOTES = frozenset({"commit", "score"})
 # Log lines of one kind about one node: what it says 2,000 times a second must not fill the disk.
 LINES = Rate(2, 100, 1, 1)
 _ENCODER = msgspec.json.Encoder(enc_hook=str)

@@ -76,7 +76,7 @@ _PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
         {"members": 32, "mirrored": True, "sigma": 0.002, "alpha": 0.006, "rounds": 15},
     ),
     "python": (
-        "Your own scoring function.",
+        "Your own scoring function, in the folder that --code names.",
         {"members": 30, "sigma": 0.001, "alpha": 0.0005, "rounds": 100},
     ),
 }

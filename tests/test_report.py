@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
+import textwrap
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from coordinator.outputs import UnitLine
 from esnode import finish, history, progress, report, sketch, standing
 from esnode.board import Board, crc32c, record, scalars
 from esnode.folder import RunFolder, occupy
@@ -23,6 +26,7 @@ from protocol.entries import AmendBody, EndBody, MemberReward, ScoreBody
 from tests.ledgers import KEY, Writer, small_lock
 
 MEMBERS = 4
+RESULTS = Path(__file__).parent.parent / "docs" / "results.md"
 
 
 class Scribe(Writer):
@@ -139,6 +143,29 @@ def test_the_ending_of_a_picture_is_its_format(
     to = tmp_path / f"reward.{ending}"
     report.picture(history.of_chain(scribe.chain), to)
     assert to.read_bytes().startswith(first)
+
+
+def test_the_example_that_compares_runs(
+    scribe: Scribe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """docs/results.md, its Python as it stands; its sed changes one line of a plan."""
+    lines = RESULTS.read_text().splitlines()
+    code = "\n".join(lines[lines.index("    from esnode import history, rebuild") :]).partition(
+        "\nThe noise"
+    )[0]
+    names = re.findall(r'"(runs/[^"]+)"', code)
+    for name in names:
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "run.ledger").write_bytes(scribe.data)
+    monkeypatch.chdir(tmp_path)
+    exec(textwrap.dedent(code), {})
+    assert capsys.readouterr().out.splitlines() == [f"{name} -1.625 [-7.5, -1.5]" for name in names]
+    assert len(re.findall(r"^sigma = .*", template("conciseness"), re.MULTILINE)) == 1
+
+
+def test_every_field_of_a_units_line_is_explained() -> None:
+    named = set(re.findall(r"`(\w+)`", RESULTS.read_text()))
+    assert set(UnitLine.__struct_fields__) <= named
 
 
 def test_a_run_without_rounds_can_be_drawn_too(tmp_path: Path) -> None:
