@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.table import Table
@@ -185,9 +186,12 @@ def run(
         mode=prepared.task.mode,
         greedy_reward=_summed(estimates.mean([result.reward for result in results]), results, lock),
         greedy_correct=estimates.share(sum(result.correct for result in results), len(results)),
-        mean_reward=estimates.mean([_average(result.rewards) for result in results]) if drawn else None,
-        mean_correct=estimates.mean([_average(result.corrects) for result in results]) if drawn else None,
-        pass_at={k: _pass_at(results, k) for k in estimates.powers_of_two(chosen.samples)},
+        mean_reward=estimates.mean([fmean(result.rewards) for result in results]) if drawn else None,
+        mean_correct=estimates.mean([fmean(result.corrects) for result in results]) if drawn else None,
+        pass_at={
+            k: estimates.mean([estimates.pass_at(chosen.samples, sum(r.corrects), k) for r in results])
+            for k in estimates.powers_of_two(chosen.samples)
+        },
         floored=Counter(episode.failure for episode in every if episode.failure),
         tokens=sum(episode.tokens for episode in every),
         seconds=time.perf_counter() - began,
@@ -274,14 +278,6 @@ def _result(index: int, greedy: Episode, drawn: Sequence[Episode]) -> PromptResu
     )
 
 
-def _average(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
-def _pass_at(results: Sequence[PromptResult], k: int) -> Estimate:
-    return estimates.mean([estimates.pass_at(len(r.corrects), sum(r.corrects), k) for r in results])
-
-
 # ---------------------------------------------------------------- opening
 
 
@@ -331,20 +327,23 @@ def open_model(
     live_dtype: str = "bfloat16",
     threads: int | None = None,
     code: Path | None = None,
+    settings: Settings | None = None,
     tell: Tell = silent,
 ) -> Subject:
     """A model (demo, folder, GGUF file, hub id) and a task with its options, ready to run.
 
-    `live_dtype`: what it runs in, "bfloat16", "float16" or "float32"; `code`: the folder of `python:` tasks.
-    Raises ModelError, TaskError and what loading a model may raise, all of them UserError.
+    `live_dtype`: what it runs in, "bfloat16", "float16" or "float32"; `code`: the folder of `python:` tasks;
+    `settings`: to refuse senseless ones first. Raises UserError of what resolving and loading may raise.
     """
     from esnode.engines import transformers_engine
 
+    (settings or Settings()).checked(tasks.find(task)[0].mode)
     written = plan.parse(template(task, name))
     wanted = plan.changed(
         written, task_options=dict(options or {}), live_dtype=live_dtype, per_round=0, max_new_tokens=0
     )
-    lock, data, folder = locking.resolve(wanted, trusted=[_NOBODY], progress=tell, code=code, digests=False)
+    nobody = "00" * 32  # nothing is signed with the lock of an evaluation
+    lock, data, folder = locking.resolve(wanted, trusted=[nobody], progress=tell, code=code, digests=False)
     with step(tell, "loading the model"):
         engine = transformers_engine.load(lock, folder.path, threads=threads, checked=False)
     return _subject(engine, lock, data, folder, code, name, None)
@@ -359,28 +358,32 @@ def open_ledger(
     base: str | None = None,
     threads: int | None = None,
     code: Path | None = None,
+    settings: Settings | None = None,
     tell: Tell = silent,
 ) -> Subject:
     """The weights of any round of a ledger, and a task; left out, the task the run was trained on.
 
-    The run's own task keeps the run's options, date, batches and longest answer, so that a greedy score is
-    the run's held-out score, as `run` says of its lock.
-    Arguments and errors as of `rebuild.at`; `options` and `code` are the task's.
+    The run's own task keeps the run's data, options, date, batches and longest answer, so that a greedy score
+    is the run's held-out score, as `run` says of its lock. Arguments and errors as of `rebuild.at` and
+    `locking.own_data`, `settings` as of `open_model`; `options` and `code` are the task's.
     """
     from esnode import rebuild
 
     ledger = rebuild.open_ledger(path)
     lock = ledger.lock
-    own = task is None or task == lock.task
     spec = lock.task if task is None else task
-    chosen = {**(lock.task_options if own else {}), **(options or {})}
+    chosen = {**(lock.task_options if spec == lock.task else {}), **(options or {})}
+    (settings or Settings()).checked(tasks.find(spec)[0].mode)
     with step(tell, f"making the data of task {spec}"):  # before minutes of work, not after
-        data = tasks.materialise(spec, chosen, code=code)
+        if task is None and not options:
+            data = locking.own_data(lock, ledger.path.parent, code=code)
+        else:
+            data = tasks.materialise(spec, chosen, code=code)
     rebuilt = rebuild.at(ledger, round, base, threads=threads, tell=tell)
     settled = replace(lock, task=spec, task_options=tasks.header(data)[1])
     label = f"{lock.model} ({ledger.path})"
     subject = _subject(rebuilt.engine, settled, data, rebuilt.model, code, label, rebuilt.round)
-    return replace(subject, lock=lock) if settled == lock else subject
+    return replace(subject, lock=lock) if settled == lock and locking.fits(lock, data) else subject
 
 
 def _subject(
@@ -395,6 +398,3 @@ def _subject(
     task = tasks.open_task(lock.task, lock.task_options, data, code=code)
     prepared = prompts.prepare(folder.path, task, lock.date)
     return Subject(engine, prepared, locking.scorer(lock, data, code=code), label, round)
-
-
-_NOBODY = "00" * 32  # nothing is signed with the lock of an evaluation

@@ -133,9 +133,37 @@ def _installed(package: str) -> str | None:
 # ---------------------------------------------------------------- on a node
 
 
+def fits(lock: Lock, data: bytes) -> bool:
+    """Whether these are the task's data that the run was locked with."""
+    return hashlib.sha256(data).hexdigest() == lock.data
+
+
+def own_data(lock: Lock, folder: Path, *, code: Path | None = None) -> bytes:
+    """The data of the run's own task: `task.jsonl` in `folder`, else made again from what the plan named.
+
+    TaskError when the code of a `python:` task is missing, Mismatch when there are no such data.
+    """
+    task, argument = tasks.find(lock.task)
+    task.locate(argument, code)
+    kept = folder / "task.jsonl"
+    if kept.is_file() and fits(lock, data := kept.read_bytes()):
+        return data
+    try:
+        data = tasks.materialise(lock.task, lock.task_options, code=code)
+        if fits(lock, data):
+            return data
+        why = "made again they are others"
+    except tasks.TaskError as error:
+        why = str(error)
+    raise Mismatch(
+        f"the data that the run measured on are not here ({why}): put the run's task.jsonl beside its "
+        f"ledger, or name what to measure on with --task {lock.task}"
+    )
+
+
 def prepare(lock: Lock, folder: Path, data: bytes, *, code: Path | None = None) -> Prepared:
     """The lock's task as token ids of the model in `folder`, all compared with the lock. Raises Mismatch."""
-    if hashlib.sha256(data).hexdigest() != lock.data:
+    if not fits(lock, data):
         raise Mismatch(
             f"the data of task {lock.task!r} is not the run's: copy task.jsonl from its run folder"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import math
@@ -24,6 +25,8 @@ from esnode.prompts import Prepared
 from esnode.scoring import Scorer
 from esnode.worker import Worker
 from protocol import seeds
+from protocol.errors import UserError
+from protocol.ledger import LedgerFile
 from protocol.messages import Kind, Unit
 from tests import tiny
 from tests.fake_engine import FakeEngine
@@ -223,18 +226,61 @@ def test_a_model_by_command(model: Path) -> None:
     assert "mean log-likelihood" in shown.stdout and "Wilson" in shown.stdout
 
 
+def ledger_of(model: Path, spec: str, data: bytes, folder: Path, low: float = -30.0) -> Path:
+    """A ledger of two rounds on the tiny model, of a run of this task on these data."""
+    digest = hashlib.sha256(data).hexdigest()
+    lock = tiny.lock(model, task=spec, task_options=tasks.header(data)[1], reward_low=low, data=digest)
+    file = LedgerFile(folder / "run.ledger")
+    for entry in tiny.chain(lock, model, 2)[0].entries:
+        file.append(entry.raw)
+    file.close()
+    return folder / "run.ledger"
+
+
+def refused(*arguments: str) -> str:
+    with pytest.raises(UserError) as caught:
+        CliRunner().invoke(command, list(arguments), catch_exceptions=False)
+    return str(caught.value)
+
+
+def test_a_runs_own_task_is_measured_on_the_runs_data_or_not_at_all(model: Path, tmp_path: Path) -> None:
+    """The user's file has grown since, or lies on another machine: another score under the run's name."""
+    mine = tmp_path / "mine.jsonl"
+    mine.write_text("".join(f'{{"prompt": "{k}?", "target": "{k}"}}\n' for k in range(10)))
+    data = tasks.materialise(f"likelihood:{mine}", {})
+    path = ledger_of(model, f"likelihood:{mine}", data, tmp_path)
+    asked = (str(path), "--base", str(model), "--round", "2", "--threads", "1", "--json")
+    first = called(*asked)
+    with mine.open("a") as file:
+        file.writelines(f'{{"prompt": "{k}?", "target": "{k}"}}\n' for k in range(10, 20))
+    assert "made again they are others" in refused(*asked)
+    mine.rename(tmp_path / "elsewhere.jsonl")
+    assert "there is no file" in (told := refused(*asked)) and "task.jsonl beside its ledger" in told
+    (tmp_path / "task.jsonl").write_bytes(data)
+    assert called(*asked)["greedy_reward"] == first["greedy_reward"]
+    (tmp_path / "elsewhere.jsonl").rename(mine)
+    assert called(*asked, "--task", f"likelihood:{mine}")["prompts"] == 4, (
+        "named, it is what the file holds now"
+    )
+
+
+def test_settings_without_sense_cost_no_replay(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = ledger_of(model, "short-answers", tasks.materialise("short-answers", {}), tmp_path)
+    monkeypatch.setattr("esnode.rebuild.at", lambda *_, **__: pytest.fail("rebuilt first"))
+    assert "leave --samples out" in refused(str(path), "--samples", "8")
+    monkeypatch.setattr("esnode.locking.resolve", lambda *_, **__: pytest.fail("hashed first"))
+    assert "leave --samples out" in refused(str(model), "--task", "short-answers", "--samples", "8")
+    assert "choose one above 0" in refused(
+        str(model), "--task", "arithmetic", "--samples", "8", "--temperature", "0"
+    )
+
+
 def test_a_ledger_by_command(model: Path, tmp_path: Path) -> None:
     """The run's own task, not named: the score is that of the rebuilt weights, and moves with the round."""
     data = tasks.materialise("short-answers", {})
-    lock = tiny.lock(model, task="short-answers", task_options=tasks.header(data)[1], reward_low=-30.0)
-    chain, _ = tiny.chain(lock, model, 2)
-    from protocol.ledger import LedgerFile
-
-    path = tmp_path / "run.ledger"
-    file = LedgerFile(path)
-    for entry in chain.entries:
-        file.append(entry.raw)
-    file.close()
+    path = ledger_of(model, "short-answers", data, tmp_path)
     assert (
         evaluate.is_ledger(str(path))
         and evaluate.is_ledger(str(tmp_path))

@@ -100,7 +100,8 @@ def evaluate(
     also mean@N, the mean share of right answers, and pass@k without bias (Chen et al. 2021) for k = 1, 2, 4,
     ... up to N. Intervals are 95% over prompts: Wilson's for the share of right greedy answers, percentile
     bootstrap for the rest. The greedy score of a LEDGER on its own task is measured in the run's batches: on
-    the engine that measured it there it is the held-out score of the ledger again.
+    the engine that measured it there it is the held-out score of the ledger again. The task's data are those
+    of the run: task.jsonl beside the ledger, else made again.
 
     \b
     Examples:
@@ -117,13 +118,15 @@ def evaluate(
     with told() as tell:
         if measuring.is_ledger(what):
             subject = measuring.open_ledger(
-                what, task, chosen, round=round_, base=base, threads=threads, code=code, tell=tell
-            )
+                what, task, chosen, round=round_, base=base, threads=threads, code=code, settings=settings,
+                tell=tell,
+            )  # fmt: skip
         else:
             _refuse_ledger_options(task, base, round_)
             subject = measuring.open_model(
-                what, task or "", chosen, live_dtype=dtype, threads=threads, code=code, tell=tell
-            )
+                what, task or "", chosen, live_dtype=dtype, threads=threads, code=code, settings=settings,
+                tell=tell,
+            )  # fmt: skip
         try:
             report = subject.measure(settings, tell)
         finally:
