@@ -14,6 +14,7 @@ import numpy as np
 
 LEVEL = 0.95
 RESAMPLES = 2000
+NO_INTERVAL = "none: one prompt"
 _Z = 1.959963984540054  # two-sided 95% quantile of the normal distribution
 
 
@@ -25,6 +26,11 @@ class Estimate:
     low: float
     high: float
     method: str
+
+    @property
+    def interval(self) -> str:
+        """The interval in words."""
+        return "-" if self.method == NO_INTERVAL else f"{self.low:.4f} to {self.high:.4f}"
 
 
 def pass_at(samples: int, correct: int, k: int) -> float:
@@ -57,10 +63,12 @@ def share(right: int, total: int) -> Estimate:
 def mean(values: Sequence[float]) -> Estimate:
     """The mean of one value per prompt, with a percentile bootstrap interval over prompts.
 
-    The resampling is seeded, so that equal values give an equal interval.
+    The resampling is seeded, so that equal values give an equal interval. One value has none.
     """
     if not values:
         raise ValueError("the mean of nothing")
+    if len(values) == 1:
+        return Estimate(values[0], values[0], values[0], NO_INTERVAL)
     data = np.asarray(values, np.float64)
     picks = np.random.default_rng(0).integers(0, data.size, (RESAMPLES, data.size))
     low, high = np.quantile(data[picks].mean(axis=1), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])

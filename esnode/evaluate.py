@@ -130,8 +130,7 @@ class Report:
         for name in ("", "value", "95% interval", "method"):
             table.add_column(name, justify="left" if name in ("", "method") else "right")
         for label, estimate in self.rows():
-            interval = f"{estimate.low:.4f} to {estimate.high:.4f}"
-            table.add_row(label, f"{estimate.value:.4f}", interval, estimate.method)
+            table.add_row(label, f"{estimate.value:.4f}", estimate.interval, estimate.method)
         return table
 
     def _caption(self) -> str:

@@ -74,6 +74,8 @@ def view(now: Snapshot) -> Panel:
 def line(row: Round, costs: Costs, total: int) -> str:
     """One closed round in words, for logs and pipes."""
     parts = [f"{nth(row.round)}/{total}", f"reward {row.mean:.4f} (best {row.best:.4f})"]
+    if row.best == row.worst:
+        parts.append("all members alike")
     if row.void:
         parts.append(f"{row.void} members void")
     if row.round in costs.round_seconds:

@@ -258,18 +258,16 @@ def _node(place: RunFolder, name: str, lanes: Sequence[str], request: Request, d
 
 def _follow(watch: Watch, children: Children, console: Console) -> None:
     """Show the run until the coordinator ends."""
-    shown = len(watch.ledger.refresh().rounds)  # those of before a resume are no news
+    past = watch.ledger.refresh()
+    shown = len(past.rounds), len(past.heldout)  # those of before a resume are no news
     if console.is_terminal:
         with Live(console=console, transient=True, auto_refresh=False) as live:
             for now in _looks(watch, children):
                 live.update(progress.view(now), refresh=True)
         return
     for now in _looks(watch, children):
-        shown = _print_rounds(now, shown, console)
-    now = watch.look(children.restarts)
-    _print_rounds(now, shown, console, all_of_them=True)
-    if now.history.heldout:
-        say(console, progress.score_line(now.history.heldout[-1]))
+        shown = _print_news(now, shown, console)
+    _print_news(watch.look(children.restarts), shown, console, all_of_them=True)
 
 
 def _looks(watch: Watch, children: Children) -> Iterator[Snapshot]:
@@ -288,16 +286,27 @@ def _looks(watch: Watch, children: Children) -> Iterator[Snapshot]:
         time.sleep(LOOK_SECONDS)
 
 
-def _print_rounds(now: Snapshot, shown: int, console: Console, all_of_them: bool = False) -> int:
-    """Print the rounds that closed since; returns how many have been printed. A round is a line in the ledger
-    a moment before its seconds are in the metrics: it waits for them."""
-    held = {score.round: score for score in now.history.heldout}
-    for row in now.history.rounds[shown:]:
+def _print_news(
+    now: Snapshot, shown: tuple[int, int], console: Console, all_of_them: bool = False
+) -> tuple[int, int]:
+    """Print the rounds and held-out scores that came since; how many of each have been printed. A round is a
+    line in the ledger a moment before its seconds are in the metrics: it waits for them."""
+    rounds, scores = shown
+    for row in now.history.rounds[rounds:]:
+        scores = _print_scores(now, rounds, scores, console)  # measured before the round
         newest = row is now.history.rounds[-1]
         if newest and row.round not in now.costs.round_seconds and not all_of_them:
-            break
-        if row.round in held:  # measured before the round, while its members were
-            say(console, progress.score_line(held[row.round]))
+            return rounds, scores
         say(console, progress.line(row, now.costs, now.rounds))
-        shown += 1
-    return shown
+        rounds += 1
+    return rounds, _print_scores(now, rounds, scores, console)
+
+
+def _print_scores(now: Snapshot, rounds: int, scores: int, console: Console) -> int:
+    """Those of the weights after `rounds` rounds, or fewer."""
+    for score in now.history.heldout[scores:]:
+        if score.round > rounds:
+            break
+        say(console, progress.score_line(score))
+        scores += 1
+    return scores

@@ -72,6 +72,11 @@ def test_bootstrap_covers_the_truth_as_often_as_it_says() -> None:
     assert estimates.mean([0.5] * 9).low == 0.5
 
 
+def test_one_prompt_has_no_interval() -> None:
+    assert estimates.mean([0.5]).interval == "-" and "one prompt" in estimates.mean([0.5]).method
+    assert estimates.mean([0.5, 1.0]).interval == "0.5000 to 1.0000"
+
+
 # ---------------------------------------------------------------- a fake engine
 
 

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from coordinator.outputs import UnitLine
-from esnode import finish, history, progress, report, sketch, standing
+from esnode import finish, history, progress, report, run, sketch, standing
 from esnode.board import Board, crc32c, record, scalars
 from esnode.folder import RunFolder, occupy
 from esnode.history import Costs, LedgerTail, Tail
@@ -279,6 +279,29 @@ def test_the_line_of_a_round(scribe: Scribe) -> None:
     assert progress.score_line(replace(past.heldout[0], round=1)) == "held-out -7.5000 after 1 round"
     line = progress.line(past.rounds[0], now.costs, 10)
     assert line == "round 1/10  reward -6.6250 (best -6.2500)  2.0 s"
+    alike = progress.line(replace(past.rounds[0], worst=past.rounds[0].best), now.costs, 10)
+    assert "(best -6.2500)  all members alike  2.0 s" in alike, "such a round moves nothing"
+
+
+def test_a_held_out_score_is_printed_when_it_comes_not_with_the_next_round(scribe) -> None:
+    """Where no terminal is; with rounds of an hour nobody would know it for so long."""
+    made, costs, printed = Scribe(), Costs(), (0, 0)
+
+    def look() -> list[str]:
+        nonlocal printed
+        console = Console(file=io.StringIO(), width=100)
+        now = Snapshot(history.of_chain(made.chain), costs, {}, 10, 0.0)
+        printed = run._print_news(now, printed, console)
+        return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+
+    made.scored(-7.5, 0)
+    assert look() == ["held-out -7.5000 after 0 rounds"] and look() == []
+    made.round([-7.0 + k for k in range(MEMBERS)])
+    made.scored(-6.5, 0)
+    assert look() == [], "its seconds are not known yet, and what follows it waits"
+    costs.add_metric(commit_row(0))
+    assert look() == ["round 1/10  reward -5.5000 (best -4.0000)  2.0 s", "held-out -6.5000 after 1 round"]
+    assert look() == []
 
 
 def test_standing_in_words() -> None:
