@@ -24,7 +24,7 @@ from esnode.history import Costs, History
 from esnode.progress import clock, say, size
 from esnode.rebuild import Ledger, Rebuilt
 from esnode.tell import Tell, step
-from protocol.counting import answers, rounds
+from protocol.counting import rounds
 
 if TYPE_CHECKING:
     from esnode.engines.interface import Engine
@@ -177,8 +177,8 @@ def _spent(past: History, costs: Costs) -> list[tuple[str, str]]:
             f"{size(total)} in all, {size(costs.unit_bytes / costs.units)} for a unit; no weights",
         ),
     ]
-    if costs.floored:
-        rows.append(("scorer", f"{answers(costs.floored)} got the task's floor: scoring failed"))
+    if costs.failed_scoring:
+        rows.append(("scorer", costs.failed_scoring))
     return rows
 
 

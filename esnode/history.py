@@ -16,6 +16,7 @@ from typing import Any
 
 from esnode.folder import RunFolder
 from protocol.chain import Chain
+from protocol.counting import answers
 from protocol.entries import AmendBody, CommitBody, Entry, EntryKind, MalformedEntry, ScoreBody, parse, split
 from protocol.ledger import MAGIC
 from protocol.lock import Lock
@@ -166,6 +167,12 @@ class Costs:
             self.bytes_by_type.update(row.get(direction, {}))
         self.round_seconds[row["round"]] = row["seconds"]
         self.update_each += row["update_ms"]
+
+    @property
+    def failed_scoring(self) -> str:
+        """That answers got the floor, for people; empty when none did."""
+        told = f"{answers(self.floored)} got the task's floor: scoring failed, the nodes' logs say why"
+        return told if self.floored else ""
 
     def _seen(self, moment: float) -> None:
         self.first_time = moment if self.first_time is None else min(self.first_time, moment)

@@ -64,6 +64,8 @@ def view(now: Snapshot) -> Panel:
     grid.add_row("time", _shares(now.costs))
     for name, doing in _nodes(now):
         grid.add_row(Text(name), Text(doing))  # names and reasons come from elsewhere: no markup
+    if now.costs.failed_scoring:
+        grid.add_row("scorer", Text(now.costs.failed_scoring, style="yellow"))
     if now.restarts:
         grid.add_row("restarts", f"{now.restarts} crashed processes were started again")
     hint = Text("Ctrl-C stops cleanly and keeps everything", style="dim")
@@ -80,6 +82,8 @@ def line(row: Round, costs: Costs, total: int) -> str:
         parts.append(f"{row.void} members void")
     if row.round in costs.round_seconds:
         parts.append(f"{costs.round_seconds[row.round]:.1f} s")
+    if costs.failed_scoring:
+        parts.append(f"so far {costs.failed_scoring}")
     return "  ".join(parts)
 
 

@@ -283,6 +283,17 @@ def test_the_line_of_a_round(scribe: Scribe) -> None:
     assert "(best -6.2500)  all members alike  2.0 s" in alike, "such a round moves nothing"
 
 
+def test_a_scorer_that_fails_is_told_while_the_run_lasts(scribe: Scribe) -> None:
+    """A whole run at the floor may be one wrong line in the user's scorer."""
+    now = snapshot(scribe, STATUS)
+    assert "floor" not in text_of(progress.view(now))
+    now.costs.add_unit(unit_row(floored=3))
+    told = "3 answers got the task's floor: scoring failed, the nodes' logs say why"
+    assert told in text_of(progress.view(now))
+    assert progress.line(now.history.rounds[0], now.costs, 10).endswith(f"so far {told}")
+    assert dict(finish.summary(now.history, now.costs))["scorer"] == told
+
+
 def test_a_held_out_score_is_printed_when_it_comes_not_with_the_next_round(scribe) -> None:
     """Where no terminal is; with rounds of an hour nobody would know it for so long."""
     made, costs, printed = Scribe(), Costs(), (0, 0)
