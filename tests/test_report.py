@@ -160,6 +160,10 @@ def test_the_example_that_compares_runs(
     monkeypatch.chdir(tmp_path)
     exec(textwrap.dedent(code), {})
     assert capsys.readouterr().out.splitlines() == [f"{name} -1.625 [-7.5, -1.5]" for name in names]
+    each = "\n".join(lines[lines.index("    from esnode import rebuild") :]).partition("\n## The")[0]
+    exec(textwrap.dedent(each).replace("runs/mine", names[0]), {})
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first == str([(k, -7.0 + 0.25 * k) for k in range(MEMBERS)])
     assert len(re.findall(r"^sigma = .*", template("conciseness"), re.MULTILINE)) == 1
 
 
