@@ -34,6 +34,8 @@ def read(path: Path) -> Plan | Lock:
     try:
         with path.open("rb") as file:
             data = file.read(_LONGEST + 1)  # also of what has no end
+    except IsADirectoryError as error:
+        raise PlanFileError(f"{path} is a folder: name its plan.toml or its lock.json.") from error
     except OSError as error:
         raise PlanFileError(f"cannot read {path}: {error.strerror}.") from error
     if len(data) > _LONGEST:

@@ -424,6 +424,7 @@ def test_run_refuses_a_plan_before_it_creates_anything(tmp_path: Path) -> None:
     assert "run.speed" in refused("run", "--plan", str(plan), "--out", str(out))
     assert not out.exists()
     assert "cannot read" in refused("run", "--plan", str(tmp_path / "none.toml"), "--out", str(out))
+    assert "is a folder: name its plan.toml" in refused("plan", "show", str(tmp_path))
     plan.write_bytes(b"\xff\xfe")
     assert "UTF-8" in refused("run", "--plan", str(plan), "--out", str(out))
 
