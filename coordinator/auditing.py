@@ -129,7 +129,7 @@ def on_second(turn: Turn, peer: bytes, result: Result) -> bool:
     held = turn.take(peer, result.unit)
     if held is not None:
         node = turn.nodes[peer]
-        pace = membership.pace_after(node, held, turn.now)
+        pace = membership.pace_after(node, held.unit, held, turn.now)
         tally = replace(node.tally, accepted=node.tally.accepted + 1)
         turn.set_node(replace(node, pace=pace, stalled=None, tally=tally))
     turn.send(peer, Ack(result.unit, "ok"))  # nobody is told that it was an audit

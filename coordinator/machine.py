@@ -215,7 +215,9 @@ def _expire(turn: Turn) -> None:
             verdict = membership.expiry(node, running, state.ops.stall_seconds, pool, state.now)
             if verdict.ok:
                 turn.take_all(key)
-                turn.set_node(replace(turn.nodes[key], stalled=(running.unit, running.progress)))
+                still = (running.unit, running.progress)
+                late = membership.overdue(node, running, state.now)
+                turn.set_node(replace(turn.nodes[key], stalled=still, overdue=late))
                 turn.note("membership", node=node.name, what="leases ended", reason=verdict.reason)
                 break
 

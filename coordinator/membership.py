@@ -78,6 +78,7 @@ class Node(msgspec.Struct):
     leases: tuple[Lease, ...] = ()
     pace: float | None = None  # seconds per chunk of a member, in one lane
     stalled: tuple[Unit, int] | None = None  # the unit that stood still, at this progress
+    overdue: tuple[Unit, float] | None = None  # the unit that lost its lease to a limit, and when it began
     left: str = ""  # the reason it gave for leaving
     paused: str = ""  # why it takes no work; it has left, and is connected
     astray: int | None = None  # entries its ledger shares with the chain before leaving it; None: all
@@ -194,17 +195,21 @@ def usual_seconds(node: Node, unit: Unit, pool: float | None) -> float | None:
 
 
 def expiry(node: Node, running: Lease, stall: float, pool: float | None, now: float) -> Verdict:
-    """Whether a node's leases end: it is lost, or its running unit stands still for max(stall, 5x usual)."""
+    """Whether a node's leases end: it is lost, or its running unit stands still for max(stall, 5x usual).
+
+    Or takes for ever, where anybody's pace is known: how long the first unit of a run takes nobody can say.
+    """
     silent = now - node.heard
     if silent > LOST_AFTER:
         return Verdict(True, f"silent for {silent:.0f} s")
-    limit = max(stall, STALL_FACTOR * (usual_seconds(node, running.unit, pool) or 0.0))
+    usual = usual_seconds(node, running.unit, pool)
+    limit = max(stall, STALL_FACTOR * (usual or 0.0))
     began = now if running.began is None else running.began
     still = now - max(running.moved, began)
     if still > limit:
         return Verdict(True, f"no progress for {still:.0f} s, the limit is {limit:.0f} s")
     taken = now - began
-    if taken > LONGEST_FACTOR * limit:
+    if usual is not None and taken > LONGEST_FACTOR * limit:
         return Verdict(True, f"no result for {taken:.0f} s, the limit is {LONGEST_FACTOR * limit:.0f} s")
     return Verdict(False, "")
 
@@ -235,13 +240,24 @@ def without(leases: tuple[Lease, ...], unit: Unit) -> tuple[Lease | None, tuple[
     return None, leases
 
 
-def pace_after(node: Node, lease: Lease, now: float) -> float | None:
-    """The node's pace after it finished a lease. Only whole observations of members count."""
-    pace = node.pace
-    if lease.sent and lease.began is not None and lease.unit.kind == MEMBER:
-        seconds = (now - lease.began) / (lease.unit.last - lease.unit.first + 1)
-        pace = seconds if pace is None else (1 - PACE_WEIGHT) * pace + PACE_WEIGHT * seconds
-    return pace
+def overdue(node: Node, running: Lease, now: float) -> tuple[Unit, float]:
+    """The unit whose lease ends now, and when it began here, perhaps under a lease that has ended already."""
+    if node.overdue is not None and node.overdue[0] == running.unit:
+        return node.overdue
+    return running.unit, now if running.began is None else running.began
+
+
+def pace_after(node: Node, unit: Unit, lease: Lease | None, now: float) -> float | None:
+    """The node's pace after its result of a unit, leased then or not. Only whole observations of members
+    count: also of a unit that was slower than the limits, from which they learn what is usual here.
+    """
+    began = lease.began if lease is not None and lease.sent else None
+    if node.overdue is not None and node.overdue[0] == unit:
+        began = node.overdue[1]
+    if began is None or unit.kind != MEMBER:
+        return node.pace
+    seconds = (now - began) / (unit.last - unit.first + 1)
+    return seconds if node.pace is None else (1 - PACE_WEIGHT) * node.pace + PACE_WEIGHT * seconds
 
 
 def median_pace(nodes: list[Node]) -> float | None:

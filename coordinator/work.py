@@ -99,8 +99,8 @@ def _accept(turn: Turn, peer: bytes, result: Result) -> None:
     held, kept = membership.without(node.leases, unit)
     turn.round = rounds.fill(turn.draft(), node.number, result, int(held is not None))
     number = turn.round.number
+    node.pace, node.overdue = membership.pace_after(node, unit, held, turn.now), None
     if held is not None:
-        node.pace = membership.pace_after(node, held, turn.now)
         node.leases = membership.placed(node.hello.lanes, kept, turn.now)
     node.applied, node.stalled = number, None
     node.tally = replace(node.tally, accepted=node.tally.accepted + 1)

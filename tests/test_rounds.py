@@ -370,3 +370,13 @@ def test_a_lease_outlives_slow_units_but_not_still_ones() -> None:
     quick = replace(node(lock, "a", 0, pace=0.1), heard=31.0)
     assert "no progress for 31 s" in membership.expiry(quick, held, 30.0, None, 31.0).reason
     assert not membership.expiry(quick, replace(held, moved=5.0), 30.0, None, 31.0).ok
+
+
+def test_how_long_a_unit_that_moves_may_take_is_known_from_others() -> None:
+    lock = desk_lock()
+    held = Lease(member(0), 0.0, 0.0, moved=1000.0, began=0.0)
+    new = replace(node(lock, "a", 0), heard=1000.0, pace=None)
+    assert not membership.expiry(new, held, 30.0, None, 1000.0).ok, "nobody knows"
+    for slow, pool in ((new, 1.0), (replace(new, pace=1.0), None)):
+        known = membership.expiry(slow, held, 30.0, pool, 1000.0)
+        assert known.reason == "no result for 1000 s, the limit is 120 s"

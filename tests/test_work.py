@@ -306,6 +306,32 @@ def test_a_unit_that_stands_still_is_given_to_others() -> None:
     assert desk.assigned("a")[0] == stuck, "it moves again"
 
 
+@pytest.mark.parametrize("fast", [False, True])
+def test_units_longer_than_the_limits_teach_what_is_usual(fast: bool) -> None:
+    """Of a large model on a slow machine: each step of a unit takes 40 s, the unit 200; or steps of 4 s in a
+    pool that is much faster. Its leases end in the first unit, and no more.
+    """
+    desk = Desk(members=800, ops={"stall_seconds": 30.0})
+    desk.join("a", "b")
+    step, running, ended = 4 if fast else 40, desk.assigned("a")[0], []
+    for second in range(2, 1002, 2):
+        waiting = [unit for unit in desk.assigned("a") if unit != running]
+        desk.beat("a", (running, second % 200 // step * step * 4), *((unit, 0) for unit in waiting))
+        desk.beat("b", *((unit, 0) for unit in desk.assigned("b")))
+        if fast:
+            desk.result("b", desk.assigned("b")[0])
+        if second % 200 == 0:
+            desk.result("a", running)
+            running = desk.assigned("a")[0]
+        desk.tick(2.0)
+        ended += [
+            second for note in desk.notes("membership") if note["node"] == "a" and "leases" in note["what"]
+        ]
+    assert ended and max(ended) < 200
+    pace = desk.state.nodes[key_of("a")].pace
+    assert pace is not None and 45 < pace < 55
+
+
 def test_release_gives_everything_back() -> None:
     desk = Desk(members=4)
     desk.join("a", "b")
