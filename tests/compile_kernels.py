@@ -1,7 +1,9 @@
-"""Compiles every Triton kernel for GPUs that are not here and prints their assembly, by target and
-kernel, as JSON: `python -m tests.compile_kernels`.
+"""Compiles every Triton kernel, as `TritonKernels` launches it, for GPUs that are not here and prints their
+assembly, by target and launch, as JSON: `python -m tests.compile_kernels`.
 
-A process of its own, because TRITON_INTERPRET, which the other tests set, turns compilation off.
+A process of its own, because TRITON_INTERPRET, which the other tests set, turns compilation off. Types and
+constants of a kernel follow from the arguments of a launch (one that is 1 may become a constant), so nothing
+here says what they are: the launches are made, for a driver that only says which GPU there is, and not run.
 """
 
 from __future__ import annotations
@@ -9,57 +11,86 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)
 
+import torch
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
 from esnode.kernels import triton_kernels
-from esnode.kernels import triton_loops as loops
+from esnode.kernels.interface import LIVE_DTYPES, MASTER_DTYPES, Region
+from protocol.shaping import Step
 
 TARGETS = {
     "sm_80": (GPUTarget("cuda", 80, 32), "ptx"),
     "sm_90": (GPUTarget("cuda", 90, 32), "ptx"),
     "gfx942": (GPUTarget("hip", "gfx942", 64), "amdgcn"),
 }
-_PLACE = {"first": "i64", "stride": "i64", "width": "i32", "per_row": "i32"}
-_NOISE = {"table": "*i32", "k0": "i32", "k1": "i32", "tid": "i32"}
+# Of one element, all of whose numbers are 1; and of numbers beyond 32 bits.
+REGIONS = (Region.whole(1, 1), Region(2**35, 2, 2000, 2**33))
+STEP = Step((1, 2**64 - 1), (3, -4), 45, 7)
 
 
-def _sources() -> list[tuple[str, object, dict[str, str], dict[str, object]]]:
-    """(label, kernel, types of its arguments, constants) of every variant."""
-    block = {"BLOCK": triton_kernels.GPU_BLOCK}
-    found: list[tuple[str, object, dict[str, str], dict[str, object]]] = []
-    found.append(("fill", loops.fill, {"out": "*i32", **_NOISE, **_PLACE}, block))
-    for narrow in (False, True):
-        master = "*i16" if narrow else "*i32"
-        steps = dict.fromkeys(("table", "low", "high_keys", "weights", "begins", "odds"), "*i32")
-        steps |= {"factors": "*fp32", "rounding_low": "*i32", "rounding_high": "*i32", "sums": "*i64"}
-        steps |= {"steps": "i32", "programs": "i32", "tid": "i32"}
-        constants = {"NARROW": narrow, **block}
-        found.append((f"update {master}", loops.update, {"master": master, **steps, **_PLACE}, constants))
-        sums = {"master": master, "sums": "*i64", "tid": "i32"}
-        found.append((f"digest {master}", loops.digest, {**sums, **_PLACE}, constants))
-        for kind, live in ((0, "*i16"), (1, "*i16"), (2, "*i32")):
-            types = {"master": master, "live": live}
-            label, constants = f"{master} to {kind}", {"NARROW": narrow, "KIND": kind, **block}
-            perturb = {**types, "table": "*i32", "scale": "*fp32", **_NOISE, **_PLACE}
-            found.append((f"perturb {label}", loops.perturb, perturb, constants))
-            found.append((f"restore {label}", loops.restore, {**types, "count": "i64"}, constants))
-    return found
+class Away:
+    """What Triton asks of a driver before it compiles."""
+
+    def __init__(self, number: int, target: GPUTarget) -> None:
+        self._number, self._target = number, target
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return self._number
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
 
 
 def compiled(target: str) -> dict[str, str]:
-    """Assembly of every variant."""
+    """Assembly of every launch."""
     gpu, assembly = TARGETS[target]
-    found = {}
-    for label, kernel, types, constants in _sources():
-        names = kernel.arg_names  # type: ignore[attr-defined]
-        signature = {arg: types.get(arg, "constexpr") for arg in names}
-        source = ASTSource(kernel, signature, constexprs={(names.index(k),): v for k, v in constants.items()})
-        found[label] = compile(source, target=gpu, options={"enable_fp_fusion": False}).asm[assembly]
-    return found
+    driver.set_active(Away(list(TARGETS).index(target), gpu))
+    run, made = JITFunction.run, []
+
+    def only_compile(kernel: JITFunction, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        assert all(0 < programs < 2**31 for programs in grid)
+        made.append(run(kernel, *arguments, grid=grid, warmup=True, **options).asm[assembly])
+
+    JITFunction.run = only_compile
+    try:
+        found = {}
+        for label, launch in launches():
+            launch()
+            (found[label],) = made
+            made.clear()
+        return found
+    finally:
+        JITFunction.run = run
+
+
+def launches() -> Iterator[tuple[str, Callable[[], object]]]:
+    """A launch of every kernel for both regions and all dtypes, with what it is called."""
+    triton_kernels.CPU_BLOCK = triton_kernels.GPU_BLOCK
+    kernels = triton_kernels.TritonKernels()
+    for region in REGIONS:
+        place = f"{region.rows} x {region.width}"
+        out = torch.empty(region.count, dtype=torch.int32)
+        yield f"fill {place}", partial(kernels.fill, 2, 3, region, out)
+        for dtype in MASTER_DTYPES:
+            master = torch.zeros(region.count, dtype=dtype)
+            yield f"update {dtype} {place}", partial(kernels.start_update, master, [STEP], 3, region)
+            yield f"digest {dtype} {place}", partial(kernels.digest, master, 3, region)
+            for live_dtype in LIVE_DTYPES:
+                live = torch.empty(region.count, dtype=live_dtype)
+                perturb = partial(kernels.perturb, master, live, 2, 3, region, 0.0078125, -1)
+                yield f"perturb {dtype} to {live_dtype} {place}", perturb
+                yield f"restore {dtype} to {live_dtype} {place}", partial(kernels.restore, master, live)
 
 
 if __name__ == "__main__":

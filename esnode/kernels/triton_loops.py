@@ -11,7 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-VARYING = ("k0", "k1", "tid", "first", "steps", "programs")  # of these values no variants are compiled
+# Of these values no variants are compiled; one that is 1 would be a number of Python's inside a kernel, which
+# has no types to convert between.
+VARYING = ("k0", "k1", "tid", "first", "stride", "width", "per_row", "count", "steps", "programs")
 
 # ---------------------------------------------------------------- device functions
 
@@ -150,7 +152,7 @@ def perturb(  # type: ignore[no-untyped-def]
         _store_live(live + base + at, values, mask, KIND)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def restore(  # type: ignore[no-untyped-def]
     master, live, count, NARROW: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr
 ):
