@@ -52,6 +52,31 @@ def obstacle() -> str | None:
     return f"an {vendor} GPU is here, but none is visible to this process: see CUDA_VISIBLE_DEVICES"
 
 
+def rocm() -> bool:
+    """Whether torch is built for AMD's GPUs."""
+    import torch
+
+    return torch.version.hip is not None
+
+
+def numbered() -> dict[str, str]:
+    """The environment in which NVIDIA's tools number the GPUs that torch sees as this process does.
+
+    CUDA counts the fastest first unless told, they count by places on the bus: between unlike GPUs a library
+    that asks them would take one card for the other. {} for one GPU, slices, and where too little is known.
+    """
+    import torch
+
+    cards = _listed()
+    if torch.version.cuda is None or len(cards) < 2 or any(len(card) > 1 for card in cards):
+        return {}
+    places = {card[0].removeprefix("GPU-"): str(place) for place, card in enumerate(cards)}
+    seen = [places.get(_uuid(index) or "") for index in range(torch.cuda.device_count())]
+    if not seen or None in seen:
+        return {}
+    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(filter(None, seen))}
+
+
 def identity(index: int, named: str) -> str:
     """What tells the GPU that torch has as `index` from every other: its UUID; of a MIG slice, its own.
 

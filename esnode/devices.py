@@ -129,8 +129,15 @@ def lane(words: str) -> Lane:
 def surroundings(lane: Lane, threads: int) -> dict[str, str]:
     """Environment of a lane's process: it sees its own GPUs only, and computes with so many threads."""
     indices = [int(device.partition(":")[2]) for device in lane.devices if device.startswith("cuda:")]
-    seen = {"CUDA_VISIBLE_DEVICES": ",".join(map(visible, indices))}
+    seen = dict.fromkeys(_choices(), ",".join(map(visible, indices)))
     return {**seen, **thread_limits(threads)}
+
+
+def _choices() -> tuple[str, ...]:
+    """The variables that say which GPUs a process sees, the one that counts first: ROCm has its own."""
+    if os.environ.get("HIP_VISIBLE_DEVICES") and accelerators.rocm():
+        return "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
+    return ("CUDA_VISIBLE_DEVICES",)
 
 
 def thread_limits(threads: int) -> dict[str, str]:
@@ -141,7 +148,7 @@ def thread_limits(threads: int) -> dict[str, str]:
 
 def visible(index: int) -> str:
     """What CUDA_VISIBLE_DEVICES has to say so that a process sees this GPU only: one of those we see."""
-    ours = os.environ.get("CUDA_VISIBLE_DEVICES")
+    ours = os.environ.get(_choices()[0])
     return ours.split(",")[index].strip() if ours else str(index)
 
 

@@ -8,6 +8,7 @@ May import torch; called by `state.py` and `placement.py`. Linux only.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import mmap
@@ -80,7 +81,7 @@ class HostMaster:
         for (name, count), at in zip(layout.counts, offsets, strict=True):
             array = raw[at : at + count * layout.dtype.itemsize]
             self.views[name] = _tensor(array).view(layout.dtype)
-        self.obstacle = _pin(self, raw) if pinned else None  # why the memory is not pinned, in a sentence
+        self.obstacle = _pin(self, raw, device) if pinned else None  # why it is not pinned, in a sentence
 
     @classmethod
     def create(cls, layout: Layout, device: str = "cpu") -> HostMaster:
@@ -181,7 +182,7 @@ def _tensor(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array)
 
 
-def _pin(owner: object, raw: np.ndarray) -> str | None:
+def _pin(owner: object, raw: np.ndarray, device: str) -> str | None:
     """Pin all of it for the GPUs while `owner` lives; a sentence when the driver will not."""
     runtime, address = torch.cuda.cudart(), raw.ctypes.data
     try:
@@ -193,6 +194,8 @@ def _pin(owner: object, raw: np.ndarray) -> str | None:
     if code == 0:
         weakref.finalize(owner, runtime.cudaHostUnregister, address)
         return None
+    with contextlib.suppress(RuntimeError):  # CUDA tells it once more, to whatever is launched next
+        torch.ones(1, device=device)
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     allowed = "no limit" if limit == resource.RLIM_INFINITY else f"{limit / 1e9:.2f} GB"
     return (

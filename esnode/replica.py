@@ -20,7 +20,7 @@ from torch import nn
 from esnode import manifest
 from esnode.engines.interface import MemoryPlan
 from esnode.hostmaster import HostMaster
-from esnode.kernels.interface import Kernels, Slice
+from esnode.kernels.interface import Kernels, Region, Slice
 from esnode.parts import Part
 from esnode.shards import Shards
 from esnode.slicemap import Views
@@ -210,6 +210,12 @@ class Replica:
     def live(self, name: str) -> torch.Tensor:
         """The live weights of one stored tensor, in its stored shape: the model's own memory."""
         return self._views[name]
+
+    def live_digest(self, name: str) -> int:
+        """u64 over the bits of one stored tensor's live weights."""
+        flat = self._views[name].contiguous().view(-1)
+        bits = flat if flat.dtype == torch.float32 else flat.view(torch.bfloat16)
+        return self._kernels.digest(bits, 0, Region.whole(bits.numel()))
 
 
 def memory_plan(lock: Lock, compute: torch.dtype, work: int, available: int) -> MemoryPlan:

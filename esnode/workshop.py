@@ -20,6 +20,7 @@ from esnode.checkpoint import Checkpoints, Saved
 from esnode.engines import transformers_engine
 from esnode.engines.interface import MemoryPlan
 from esnode.engines.replica_engine import ReplicaEngine
+from esnode.engines.shortage import alive
 from esnode.events import About
 from esnode.kernels import pick, selftest_digest
 from esnode.memory import in_host, words
@@ -104,12 +105,13 @@ class Workshop:
         self, unit: Unit, sigma: float, stop: Callable[[], bool], progress: Callable[[int], None]
     ) -> Future[Outcome]:
         """Measure a unit; its scores follow. Cancelled once `stop()` is true, DamagedMaster when a weight
-        changed by itself.
+        changed by itself, EngineEnded when the GPU failed.
         """
-        damaged = self._engine.damaged()
-        if damaged:
-            raise DamagedMaster(damaged)
-        return self._worker.generate(unit, stop, progress, sigma=sigma)
+        with alive():
+            damaged = self._engine.damaged()
+            if damaged:
+                raise DamagedMaster(damaged)
+            return self._worker.generate(unit, stop, progress, sigma=sigma)
 
     def damaged(self) -> tuple[str, ...]:
         """Tensors whose master has changed by itself since it was written."""

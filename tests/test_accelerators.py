@@ -103,6 +103,21 @@ def torch_says(monkeypatch: pytest.MonkeyPatch, *uuids: str) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=uuids[index]))
 
 
+def test_libraries_that_ask_nvidia_find_the_gpu_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two unlike cards, of which CUDA counts the second on the bus first."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(accelerators, "_listed", lambda: [["GPU-slow"], ["GPU-fast"], ["GPU-other"]])
+    torch_says(monkeypatch, "fast", "slow")
+    told = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "1,0"}
+    assert accelerators.numbered() == told
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # a lane's process
+    assert accelerators.numbered() == {**told, "CUDA_VISIBLE_DEVICES": "1"}
+    for cards in ([["GPU-fast"]], [["GPU-slow"], ["GPU-fast", "MIG-a"]], [["GPU-slow"], ["GPU-else"]], []):
+        monkeypatch.setattr(accelerators, "_listed", lambda cards=cards: cards)
+        assert accelerators.numbered() == {}
+
+
 @pytest.mark.parametrize("named", ["0", "1", "GPU-aaaa", "GPU-aaaa1111-0000"])
 def test_a_gpu_is_known_by_its_uuid_however_it_is_named(
     named: str, smi: None, monkeypatch: pytest.MonkeyPatch

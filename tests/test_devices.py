@@ -119,6 +119,16 @@ def test_a_lane_sees_its_own_gpus_only_of_those_its_node_sees(monkeypatch: pytes
     assert devices.surroundings(devices.lane("cpu"), 1)["CUDA_VISIBLE_DEVICES"] == ""
 
 
+def test_rocm_has_a_variable_of_its_own_which_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM refuses two that differ, and HIP follows its own: every lane would see the same GPUs."""
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "2,3")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert "HIP_VISIBLE_DEVICES" not in devices.surroundings(devices.lane("cuda:1"), 1), "a stray one"
+    monkeypatch.setattr("torch.version.hip", "6.3")
+    around = devices.surroundings(devices.lane("cuda:1"), 1)
+    assert around["HIP_VISIBLE_DEVICES"] == around["CUDA_VISIBLE_DEVICES"] == "3"
+
+
 def test_two_nodes_never_share_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ESNODE_DATA", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +18,7 @@ from esnode.engines.wish import HostMasterUnavailable
 from esnode.hostmaster import HostMaster, Layout, NotLeader
 from esnode.kernels import create
 from esnode.kernels.cpu import CpuKernels
-from esnode.kernels.interface import Kernels
+from esnode.kernels.interface import Kernels, Region
 from esnode.kernels.streamed import StreamedKernels, passes_through
 from esnode.state import State, TornState
 from protocol.lock import Lock
@@ -176,6 +179,62 @@ def test_too_little_host_memory_is_told_before_any_is_taken(
     monkeypatch.setattr(hostmaster.os, "memfd_create", lambda *arguments: pytest.fail("taken before asking"))
     with pytest.raises(HostMasterUnavailable, match=r"needs 0\.\d GB of host memory .* --master device"):
         leader(tiny.lock(folder), folder)
+
+
+class Runtime:
+    """CUDA's, which will not pin memory, and tells so to whatever is launched next as well."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.error = 0
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
+        monkeypatch.setattr(torch, "ones", self.launch)
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self.error = 801
+        return self.error
+
+    def launch(self, *sizes: int, device: str) -> None:
+        self.error, told = 0, self.error
+        if told:
+            raise RuntimeError("CUDA error: operation not supported")
+
+
+def test_memory_that_cannot_be_pinned_fails_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = Runtime(monkeypatch)
+    host = HostMaster.create(Layout((("w", 10),), torch.float32, bytes(32)), "cuda")
+    assert "could not be pinned (error 801" in str(host.obstacle)
+    assert runtime.error == 0, "the next kernel would have failed with it"
+
+
+class Halted:
+    """Kernels of a device, in the middle of which something happens."""
+
+    def __init__(self, happens: Callable[[], object]) -> None:
+        self._inner, self._happens = CpuKernels(), happens
+        self.name, self.digest = self._inner.name, self._inner.digest
+
+    def perturb(self, *arguments: Any) -> None:
+        self._happens()
+        self._inner.perturb(*arguments)
+
+
+def test_a_digest_beside_the_engine_takes_no_buffer_of_it() -> None:
+    """A snapshot's writer and the replica proof read masters while a member is written."""
+    master, other = torch.randn(50), torch.zeros(400)
+    live, wanted = torch.empty(50), torch.empty(50)
+    region = Region.whole(50)
+    besides = threading.Thread(target=lambda: kernels.digest(other, 2, Region.whole(400)))
+
+    def happens() -> None:
+        besides.start()
+        besides.join(0.3)
+
+    inner: Any = Halted(happens)
+    kernels = StreamedKernels(inner, CpuKernels(), "cpu", chunk=100, fold_on_device=True)
+    kernels.perturb(master, live, 3, 1, region, 0.5, 1)
+    besides.join(20)
+    CpuKernels().perturb(master, wanted, 3, 1, region, 0.5, 1)
+    assert torch.equal(live, wanted)
 
 
 def test_where_rounds_are_folded_follows_threads_and_members() -> None:

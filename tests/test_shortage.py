@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 from esnode import workshop
 from esnode.engines import shortage, transformers_engine
-from esnode.engines.interface import Sampling
+from esnode.engines.interface import EngineEnded, Sampling
 from esnode.engines.shortage import OutOfMemory, patiently
 from esnode.engines.transformers_engine import TransformersEngine
 from esnode.memory import MemoryShort
@@ -107,6 +108,29 @@ def test_other_errors_stay_what_they_are(engine: TransformersEngine, error: Exce
     with pytest.raises(type(error), match=str(error)):
         engine.generate(ROWS, SAMPLING, [])
     assert engine.room.rows == 0
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be reported later",
+        "Triton Error [CUDA]: unspecified launch failure",
+        "HIP error: uncorrectable ECC error encountered",
+    ],
+)
+def test_a_gpu_that_has_failed_ends_the_engine(words: str) -> None:
+    """In that process it fails for good: units would come back at once, until their members are void."""
+
+    def failing() -> None:
+        raise RuntimeError(words)
+
+    parts: list[Any] = [SimpleNamespace(damaged=failing), *[None] * 5]
+    unit: Any = None
+    with pytest.raises(EngineEnded, match=r"the GPU has failed .*has to be started again"):
+        Workshop(*parts).evaluate(unit, 0.5, lambda: False, lambda thousandths: None)
+    for other in (torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: out of memory")):
+        with pytest.raises(type(other)), shortage.alive():
+            raise other
 
 
 def test_what_a_failed_batch_held_is_free_before_the_next(engine: TransformersEngine) -> None:

@@ -12,6 +12,9 @@ import os
 import re
 import subprocess
 import sys
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -20,7 +23,15 @@ from typing import Any
 import pytest
 import torch
 
-from esnode.engines import vllm_cpu, vllm_engine, vllm_start, vllm_watch
+from esnode import accelerators
+from esnode.engines import (
+    transformers_engine,
+    vllm_canary,
+    vllm_cpu,
+    vllm_engine,
+    vllm_start,
+    vllm_watch,
+)
 from esnode.engines.interface import never
 from esnode.engines.vllm_start import VllmUnavailable
 from esnode.memory import MemoryShort
@@ -211,6 +222,49 @@ def load_failing(error: Exception, folder: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.write(tmp_path_factory.mktemp("vllm") / "llama", "llama")
+
+
+def test_what_others_hold_of_a_gpu_keeps_vllm_from_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM refuses to start unless its share of all memory is free, though it is told what it may take."""
+    given: list[dict[str, Any]] = []
+    started: Any = ModuleType("vllm.v1.engine.llm_engine")
+    started.LLMEngine = SimpleNamespace(from_engine_args=given.append)
+    vllm: Any = ModuleType("vllm")
+    vllm.EngineArgs = dict
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    monkeypatch.setitem(sys.modules, started.__name__, started)
+    monkeypatch.setattr(accelerators, "numbered", lambda: {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    vllm_start.start(tiny.lock(folder), folder, "cuda", 1, 1)
+    assert given[0]["kv_cache_memory_bytes"] == vllm_start.CACHE_BYTES["cuda"]
+    assert given[0]["gpu_memory_utilization"] <= 0.02
+    assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+
+
+# ---------------------------------------------------------------- the canary's load
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_the_canary_loads_the_weights_one_by_one(folder: Path, dtype: str) -> None:
+    """A second copy of them would not fit beside master and cache; what goes elsewhere is named."""
+    run = tiny.lock(folder, live_dtype=dtype)
+    replica: Any = transformers_engine.load(run, folder, compute=dtype)._replica
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def load(items: Iterator[tuple[str, torch.Tensor]], to: Callable[[str], str] = str) -> None:
+        for name, tensor in items:
+            assert not any(other() is not None for other in held)
+            held.append(weakref.ref(tensor))
+            replica.live(to(name)).copy_(tensor)
+            del tensor
+
+    assert vllm_canary.reloaded(run, replica, load) == []
+    keys, values = (f"model.layers.0.self_attn.{which}_proj.weight" for which in "kv")
+    swapped = {keys: values, values: keys}
+    found = vllm_canary.reloaded(run, replica, partial(load, to=lambda name: swapped.get(name, name)))
+    assert set(found) & set(swapped) and set(found) <= set(swapped)
 
 
 @pytest.mark.parametrize(

@@ -1,21 +1,24 @@
 """Running out of memory in the middle of work: what counts as that, and what an engine makes of it.
 
 Lives here: `Room`, the bound on rows that an engine learns, the `OutOfMemory` it raises, and the two ways to
-live with one: measure again (`patiently`) or say so and end (`loading`). May import torch. Called by the
-engines, `worker.py` and `evaluate.py`.
+live with one: measure again (`patiently`) or say so and end (`loading`); and what no process lives with, a
+GPU that has failed (`alive`). May import torch. Called by the engines, `worker.py`, `workshop.py` and
+`evaluate.py`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import ParamSpec, TypeVar
 
 import torch
 
+from esnode.engines.interface import EngineEnded
 from esnode.memory import MemoryShort
 from protocol.errors import UserError, cut, first_line
 
@@ -23,6 +26,8 @@ Given = ParamSpec("Given")
 Result = TypeVar("Result")
 # How allocators that have no exception of their own say it: torch on CPUs, CUDA's libraries, C++.
 WORDS = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED", "bad_alloc")
+# How a GPU says that it has failed: every later call of the process says so too.
+FAILED = ("CUDA error", "CUDA driver error", "HIP error", "Triton Error", "CUBLAS_STATUS", "CUDNN_STATUS")
 WORDS_SHOWN = 120
 log = logging.getLogger(__name__)
 
@@ -40,6 +45,20 @@ def is_shortage(error: BaseException) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in WORDS)
+
+
+@contextlib.contextmanager
+def alive() -> Iterator[None]:
+    """EngineEnded where the GPU fails, memory apart: a process cannot use it again, a new one often can."""
+    try:
+        yield
+    except RuntimeError as error:
+        if is_shortage(error) or not any(words in str(error) for words in FAILED):
+            raise
+        raise EngineEnded(
+            f"the GPU has failed ({_shown(error)}): nothing more can be computed in this process, which has "
+            "to be started again. Where that repeats itself, see `nvidia-smi` and the system's log"
+        ) from error
 
 
 class Room:

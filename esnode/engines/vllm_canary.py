@@ -57,10 +57,10 @@ def reloaded(
     lock: Lock, replica: Replica, load: Callable[[Iterator[Named]], None], *member: object
 ) -> list[str]:
     """The stored tensors that change when the live weights there are go through `load`, vLLM's own loader."""
-    names = [spec.name for spec in lock.manifest if replica.holds(spec.name)]
-    held = {name: replica.live(name).clone() for name in names}
-    load(iter(held.items()))
-    return [name for name, tensor in held.items() if not torch.equal(replica.live(name), tensor)]
+    held = [spec.name for spec in lock.manifest if replica.holds(spec.name)]
+    before = {name: replica.live_digest(name) for name in held}
+    load((name, replica.live(name).clone()) for name in held)  # one at a time: no second copy of the weights
+    return [name for name in held if replica.live_digest(name) != before[name]]
 
 
 _ADVICE = "Use --engine transformers, and report the model and the versions of vLLM and torch"

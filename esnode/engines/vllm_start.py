@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import torch
 from torch import nn
 
+from esnode import accelerators
 from esnode.engines import vllm_cpu
 from esnode.engines.shortage import is_shortage
 from esnode.engines.wish import DEFAULT, Wish
@@ -78,6 +79,8 @@ def _started(lock: Lock, folder: Path, kind: str, threads: int | None, ranks: in
     if not _shown():  # pages of its configuration, when an engine fails that we tell of in a sentence
         logging.getLogger("vllm.logging_utils.dump_input").setLevel(logging.CRITICAL)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if kind == "cuda":
+        os.environ.update(accelerators.numbered())  # vLLM asks NVIDIA's tools what its GPU is
     if kind == "cpu":
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(CACHE_BYTES[kind] >> 30)
     from vllm import EngineArgs
@@ -106,7 +109,7 @@ def _started(lock: Lock, folder: Path, kind: str, threads: int | None, ranks: in
         settings["ir_op_priority"] = vllm_cpu.NORMS
     else:
         settings["kv_cache_memory_bytes"] = CACHE_BYTES[kind]
-        settings["gpu_memory_utilization"] = 0.9 / wish.sharing  # as much must be free when it starts
+        settings["gpu_memory_utilization"] = 0.01  # must be free when it starts: the plan has seen to memory
     if ranks > 1:
         settings |= {
             "tensor_parallel_size": ranks,

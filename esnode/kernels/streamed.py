@@ -11,6 +11,7 @@ torch and `protocol`; called by `esnode.placement`.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -43,7 +44,9 @@ def passes_through(noises: int, itemsize: int, threads: int) -> bool:
 
 
 class _Belt:
-    """The device's buffers and their streams. Used by one thread at a time."""
+    """The device's buffers and their streams. One thread at a time has them: a snapshot and the replica proof
+    take digests beside the engine, and would take its buffers.
+    """
 
     def __init__(self, device: torch.device, chunk: int) -> None:
         self._device = device
@@ -51,17 +54,19 @@ class _Belt:
         cuda = device.type == "cuda"
         self._streams = [torch.cuda.Stream(device) for _ in range(BUFFERS)] if cuda else []
         self._turn = 0
+        self._taken = threading.Lock()
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Chunks begin when everything queued so far is done, and are all done at the end."""
-        for stream in self._streams:
-            stream.wait_stream(torch.cuda.current_stream(self._device))
-        try:
-            yield
-        finally:
+        with self._taken:
             for stream in self._streams:
-                stream.synchronize()
+                stream.wait_stream(torch.cuda.current_stream(self._device))
+            try:
+                yield
+            finally:
+                for stream in self._streams:
+                    stream.synchronize()
 
     @contextlib.contextmanager
     def chunk(self, host: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -75,7 +80,7 @@ class _Belt:
 
 
 class StreamedKernels(Together):
-    """See `interface.Kernels`: masters are on the host, live weights on the device. Not thread-safe."""
+    """See `interface.Kernels`: masters are on the host, live weights on the device."""
 
     def __init__(
         self,
