@@ -79,6 +79,7 @@ def _started(lock: Lock, folder: Path, kind: str, threads: int | None, ranks: in
     if not _shown():  # pages of its configuration, when an engine fails that we tell of in a sentence
         logging.getLogger("vllm.logging_utils.dump_input").setLevel(logging.CRITICAL)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # it would tell its makers about this machine
     if kind == "cuda":
         os.environ.update(accelerators.numbered())  # vLLM asks NVIDIA's tools what its GPU is
     if kind == "cpu":
