@@ -31,12 +31,19 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def require_dense(lock: Lock, config: Mapping[str, Any]) -> None:
-    """RanksError for what the vLLM engine does not run: mixtures of experts, quantised weights."""
+    """RanksError for what the vLLM engine does not run: mixtures of experts, latent attention, quantised
+    weights.
+    """
     experts = next((spec.name for spec in lock.manifest if ".experts." in spec.name), None)
     if experts is not None:
         raise RanksError(
             f"{lock.model} is a mixture of experts ({experts}): vLLM stacks and rearranges experts for its "
             "kernels, and writing them in place has not been shown to be right. Use --engine transformers."
+        )
+    if config.get("kv_lora_rank"):
+        raise RanksError(
+            f"{lock.model} compresses its keys and values (kv_lora_rank): vLLM multiplies some of its "
+            "weights once, at load, and would not see what is written later. Use --engine transformers."
         )
     if config.get("quantization_config"):
         raise RanksError(

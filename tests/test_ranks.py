@@ -131,13 +131,15 @@ def test_what_is_dealt_out_is_said() -> None:
     )
 
 
-def test_mixtures_and_quantised_models_are_refused_by_name(tmp_path: Path) -> None:
+def test_mixtures_latent_attention_and_quantised_models_are_refused_by_name(tmp_path: Path) -> None:
     mixture = tiny.lock(tiny.write(tmp_path / "moe", "mixtral"))
     with pytest.raises(RanksError, match=r"mixture of experts \(model\.layers\.0\..*--engine transformers"):
         ranks.require_dense(mixture, {})
     dense = tiny.write(tmp_path / "m")
     with pytest.raises(RanksError, match="m is quantised"):
         ranks.require_dense(tiny.lock(dense), {"quantization_config": {"quant_method": "gptq"}})
+    with pytest.raises(RanksError, match=r"m compresses its keys and values .*--engine transformers"):
+        ranks.require_dense(tiny.lock(dense), {"kv_lora_rank": 512})
     ranks.require_dense(tiny.lock(dense), ranks.read_config(dense))
     with pytest.raises(RanksError, match="--tp 2 needs --engine vllm"):
         transformers_engine.load(tiny.lock(dense), dense, wish=Wish(tp=2))
