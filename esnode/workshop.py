@@ -7,6 +7,7 @@ compared here, so that a node with another model, tokenizer, task file or scorer
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -188,9 +189,7 @@ def load(options: Options, lock: Lock) -> Workshop:
         if joined.read(options.run):
             duty.read_policy().admit_memory(total)
 
-    device, obstacle = accelerators.device(), accelerators.obstacle()
-    if obstacle is not None:
-        log.warning("%s. This node works on the CPU", obstacle)
+    device = _device(options, log)
     kernels = pick(device, options.backend, options.threads)  # the self-test comes before the big allocation
     selftest = selftest_digest(kernels, device)
     engine = engine_loader(options.engine)(
@@ -217,6 +216,19 @@ def load(options: Options, lock: Lock) -> Workshop:
     checkpoints = Checkpoints(options.folder, lock, engine, room.of_run(options.run))
     rederiver = Rederiver(lock, model.path, engine, ancestors)
     return Workshop(engine, worker, scorer, about, checkpoints, rederiver, ancestors, held)
+
+
+def _device(options: Options, log: logging.Logger) -> str:
+    """Where the engine works: on a GPU, else on the CPU, but for a lane whose GPU is gone: a DeviceError."""
+    device, obstacle = accelerators.device(), accelerators.obstacle()
+    if device == devices.CPU and options.planned is not None and os.environ.get("CUDA_VISIBLE_DEVICES"):
+        raise devices.DeviceError(
+            f"the GPU of this engine cannot be used any more: {obstacle or 'torch does not find it'}. Start "
+            "the node again once `nvidia-smi` shows it"
+        )
+    if obstacle is not None:
+        log.warning("%s. This node works on the CPU", obstacle)
+    return device
 
 
 def engine_loader(name: str) -> Callable[..., ReplicaEngine]:

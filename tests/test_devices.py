@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from esnode import devices
+from esnode import devices, workshop
 from esnode.devices import DeviceError, Lane, lanes_of, of_nodes
+from esnode.nodeoptions import Options
 
 
 def gpus_here(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
@@ -117,6 +120,19 @@ def test_a_lane_sees_its_own_gpus_only_of_those_its_node_sees(monkeypatch: pytes
     around = devices.surroundings(devices.lane("cuda:2+cuda:1"), 3)
     assert around["CUDA_VISIBLE_DEVICES"] == "7,6" and around["OMP_NUM_THREADS"] == "3"
     assert devices.surroundings(devices.lane("cpu"), 1)["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_a_lane_whose_gpu_is_gone_does_not_take_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Started again after its GPU fell off the bus, it would load the model into the host's memory."""
+    monkeypatch.setattr("esnode.accelerators.device", lambda: "cpu")
+    monkeypatch.setattr("esnode.accelerators.obstacle", lambda: None)
+    log, lane = logging.getLogger("n"), Options(Path("run"), "n", 1, planned=lambda *sizes: None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    with pytest.raises(DeviceError, match="GPU of this engine cannot be used any more: torch does not find"):
+        workshop._device(lane, log)
+    assert workshop._device(replace(lane, planned=None), log) == "cpu", "a node that was given none"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert workshop._device(lane, log) == "cpu", "a lane on the CPU"
 
 
 def test_rocm_has_a_variable_of_its_own_which_counts(monkeypatch: pytest.MonkeyPatch) -> None:
