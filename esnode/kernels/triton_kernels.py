@@ -240,6 +240,7 @@ class TritonKernels(OneByOne):
                     *place,
                     NARROW=master.dtype == torch.bfloat16,
                     BLOCK=block,
+                    enable_fp_fusion=False,
                 )
                 total += int(sums.sum())
         return total % U64
