@@ -13,6 +13,7 @@ from coordinator import amend, answers, audit, claims, donors, enrolment, member
 from coordinator.membership import READY, Node
 from coordinator.rounds import Round
 from coordinator.state import State
+from protocol.counting import SHOWN
 from protocol.counting import rounds as counted
 from protocol.messages import Kind, Unit
 
@@ -41,8 +42,8 @@ def status(state: State) -> dict[str, Any]:
         "probe": _probe(state),
         "failing": _failing(state, round) if round else [],
         "reward": asdict(last) if last else None,
-        "rewards": [[s.round, s.mean, s.high, s.low, s.std] for s in state.history],
-        "scores": [[s.state_round, s.mean, s.correct, s.prompts] for s in state.scores],
+        "rewards": [[s.round, s.mean, s.high, s.low, s.std] for s in state.history[-SHOWN:]],
+        "scores": [[s.state_round, s.mean, s.correct, s.prompts] for s in state.scores[-SHOWN:]],
         "amendments": [
             *(body.words() for body in state.chain.amendments),
             *(f"{amend.body(order).words()} (not in the ledger yet)" for order in state.orders),

@@ -38,7 +38,7 @@ from coordinator.peers import Peer
 from coordinator.rounds import Round
 from protocol.chain import Chain
 from protocol.entries import AmendBody, CommitBody, Entry, EntryKind, RosterBody, ScoreBody, parse
-from protocol.growing import Growing, Row
+from protocol.growing import Growing
 from protocol.lock import Lock
 from protocol.plan import Ops
 from protocol.shaping import mean_and_std
@@ -131,21 +131,15 @@ def adopt(state: State, entry: Entry) -> State:
             nodes={key: replace(node, leases=(), stalled=None) for key, node in state.nodes.items()},
         )
     if isinstance(entry.body, CommitBody):
-        return replace(state, history=_with(state.history, summary(entry.round, entry.body)))
+        return replace(state, history=state.history.plus(summary(entry.round, entry.body)))
     if isinstance(entry.body, ScoreBody):
         assert state.round is not None
-        return replace(state, scores=_with(state.scores, entry.body), round=replace(state.round, probe=None))
+        return replace(state, scores=state.scores.plus(entry.body), round=replace(state.round, probe=None))
     if isinstance(entry.body, RosterBody):
         return _enrol(state, entry.body)
     if isinstance(entry.body, AmendBody):
         return replace(state, orders=_open_orders(state.orders, entry.body))
     return state
-
-
-def _with(rows: Growing[Row], row: Row) -> Growing[Row]:
-    longer = rows.copy()
-    longer.append(row)
-    return longer
 
 
 def _open_orders(orders: tuple[AmendOrdered, ...], done: AmendBody) -> tuple[AmendOrdered, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from esnode.folder import RunFolder
 from protocol.chain import Chain
 from protocol.counting import answers
 from protocol.entries import AmendBody, CommitBody, Entry, EntryKind, MalformedEntry, ScoreBody, parse, split
+from protocol.growing import Growing
 from protocol.ledger import MAGIC
 from protocol.lock import Lock
 from protocol.shaping import mean_and_std
@@ -53,8 +54,8 @@ class History:
     """A run so far."""
 
     lock: Lock
-    rounds: tuple[Round, ...]
-    heldout: tuple[HeldOut, ...]
+    rounds: Growing[Round]
+    heldout: Growing[HeldOut]
     ended: bool
     amended: tuple[str, ...] = ()  # changes of the lock's settings, in words
 
@@ -93,7 +94,7 @@ def reward_unit(lock: Lock) -> str:
 
 def of_chain(chain: Chain) -> History:
     """Every commit and score of a verified chain."""
-    history = History(chain.lock, (), (), False)
+    history = History(chain.lock, Growing(), Growing(), False)
     for entry in chain.entries:
         history = _with(history, entry)
     return history
@@ -102,10 +103,10 @@ def of_chain(chain: Chain) -> History:
 def _with(history: History, entry: Entry) -> History:
     body = entry.body
     if isinstance(body, CommitBody):
-        return replace(history, rounds=(*history.rounds, _round(entry.round, body)))
+        return replace(history, rounds=history.rounds.plus(_round(entry.round, body)))
     if isinstance(body, ScoreBody):
         score = HeldOut(body.state_round, body.mean, body.correct, body.prompts)
-        return replace(history, heldout=(*history.heldout, score))
+        return replace(history, heldout=history.heldout.plus(score))
     if isinstance(body, AmendBody):
         return replace(history, amended=(*history.amended, body.words()))
     return replace(history, ended=True) if entry.kind is EntryKind.END else history
@@ -201,23 +202,29 @@ class Costs:
 
 
 class Tail:
-    """Follows a growing .jsonl file: each call returns the complete lines since the last one."""
+    """Follows a growing .jsonl file: each call gives the complete lines since the last one.
+
+    One after the other: units.jsonl of a long run has a million.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._offset = 0
 
-    def new(self) -> list[dict[str, Any]]:
+    def new(self) -> Iterator[dict[str, Any]]:
         """The rows of those lines; none while there is no file."""
         try:
-            with self.path.open("rb") as file:
-                file.seek(self._offset)
-                text = file.read()
+            file = self.path.open("rb")
         except FileNotFoundError:
-            return []
-        whole = text[: text.rfind(b"\n") + 1]  # what follows is still being written
-        self._offset += len(whole)
-        return [json.loads(line) for line in whole.splitlines() if line.strip()]
+            return
+        with file:
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):  # it is still being written
+                    return
+                self._offset += len(line)
+                if line.strip():
+                    yield json.loads(line)
 
 
 class LedgerTail:
@@ -225,7 +232,7 @@ class LedgerTail:
 
     def __init__(self, path: Path, lock: Lock) -> None:
         self.path = path
-        self.history = History(lock, (), (), False)
+        self.history = History(lock, Growing(), Growing(), False)
         self._offset = len(MAGIC)
 
     def refresh(self) -> History:

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from esnode import admin, folder, history, planfile, rebuild
 from protocol import keys
-from protocol.counting import nth
+from protocol.counting import SHOWN, nth
 from protocol.counting import rounds as counted
 
 
@@ -44,8 +44,10 @@ def of(path: Path) -> dict[str, Any]:
         "rounds": rounds,
         "height": ledger.chain.height,
         "tip": ledger.chain.tip.hex(),
-        "rewards": [[row.round, row.mean, row.best, row.worst, row.spread] for row in past.rounds],
-        "scores": [[score.round, score.mean, score.correct, score.prompts] for score in past.heldout],
+        "rewards": [[row.round, row.mean, row.best, row.worst, row.spread] for row in past.rounds[-SHOWN:]],
+        "scores": [
+            [score.round, score.mean, score.correct, score.prompts] for score in past.heldout[-SHOWN:]
+        ],
         "amendments": [body.words() for body in ledger.chain.amendments],
         "problem": rebuild.damage_of(ledger),
     }

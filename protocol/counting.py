@@ -6,6 +6,7 @@ a sentence asks here. `esnode export --round 3` means the state after 3 rounds.
 
 from __future__ import annotations
 
+SHOWN = 100  # the last rounds and scores that a status holds, whose ledger has them all
 # Notes of the cores whose `round` is a state: so many commits lie before it.
 STATES = frozenset({"score", "dispute", "snapshot"})
 

@@ -33,6 +33,12 @@ class Growing(Sequence[Row]):
         twin._rows, twin._length = self._rows, self._length
         return twin
 
+    def plus(self, row: Row) -> Growing[Row]:
+        """A copy with one more row."""
+        twin = self.copy()
+        twin.append(row)
+        return twin
+
     def append(self, row: Row) -> None:
         """One more row at the end."""
         if self._length < len(self._rows):  # another copy has gone on

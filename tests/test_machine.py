@@ -11,6 +11,7 @@ import pytest
 
 import coordinator.events as ce
 from coordinator import machine
+from protocol.counting import SHOWN
 from protocol.entries import CommitBody, EntryKind, RosterBody, public_key
 from protocol.messages import (
     STOPPED,
@@ -69,6 +70,8 @@ def test_a_start_costs_the_same_for_every_entry() -> None:
         taken.append(tracemalloc.get_traced_memory()[1] - before)
     tracemalloc.stop()
     assert len(state.history) == 600 and state.chain.height == writer.chain.height
+    status = machine.status(state)  # asked for four times a second while `esnode run` shows it
+    assert len(status["rewards"]) == SHOWN < 600 and status["rewards"][-1][0] == 599
     assert median(taken[-50:]) < 1.2 * median(taken[50:100])
 
 

@@ -7,6 +7,8 @@ import json
 import os
 import re
 import textwrap
+import tracemalloc
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from esnode.progress import Snapshot
 from esnode.template import template
 from protocol import keys
 from protocol.entries import AmendBody, EndBody, MemberReward, ScoreBody
-from tests.ledgers import KEY, Writer, small_lock
+from tests.ledgers import KEY, Writer, small_ledger, small_lock
 
 MEMBERS = 4
 RESULTS = Path(__file__).parent.parent / "docs" / "results.md"
@@ -102,13 +104,40 @@ def test_a_growing_ledger_is_followed_entry_by_entry(scribe: Scribe, tmp_path: P
 
 def test_a_growing_jsonl_file_never_gives_half_a_line(tmp_path: Path) -> None:
     tail = Tail(tmp_path / "units.jsonl")
-    assert tail.new() == []
+    assert [*tail.new()] == []
     tail.path.write_bytes(b'{"a": 1}\n{"a": ')
-    assert tail.new() == [{"a": 1}]
+    assert [*tail.new()] == [{"a": 1}]
     with tail.path.open("ab") as file:
         file.write(b"2}\n")
-    assert tail.new() == [{"a": 2}]
-    assert tail.new() == []
+    assert [*tail.new()] == [{"a": 2}]
+    assert [*tail.new()] == []
+
+
+def test_a_long_file_is_read_line_by_line(tmp_path: Path) -> None:
+    """units.jsonl of 10,000 rounds has 300,000 lines; as objects they were 783 MB."""
+    tail = Tail(tmp_path / "units.jsonl")
+    tail.path.write_bytes(b"".join(json.dumps(unit_row(member=k)).encode() + b"\n" for k in range(5000)))
+    tracemalloc.start()
+    last = deque(tail.new(), maxlen=1)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert last[0]["member"] == 4999 and peak < tail.path.stat().st_size / 4
+
+
+def test_following_a_long_ledger_costs_what_is_new(tmp_path: Path) -> None:
+    taken = []
+    for rounds in (50, 800):
+        writer = small_ledger(rounds, end=False)
+        tail = LedgerTail(tmp_path / "run.ledger", writer.lock)
+        tail.path.write_bytes(writer.data)
+        tail.refresh()
+        writer.add(writer.commit())
+        tail.path.write_bytes(writer.data)
+        tracemalloc.start()
+        assert len(tail.refresh().rounds) == rounds + 1
+        taken.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert taken[1] < 1.5 * taken[0]
 
 
 def test_costs_add_up() -> None:
