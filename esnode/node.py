@@ -116,7 +116,7 @@ def _on_tick(turn: Turn, event: Tick) -> None:
         turn.note("link", reason=f"the coordinator is silent for {state.now - state.heard:.0f} s")
         turn.set(joined=False, hello_at=state.now, hello_wait=HELLO_FIRST)
     if turn.state.joined:
-        if state.now - state.spoke >= BEAT_EVERY:
+        if _beat_due(state):
             _beat(turn)
     elif state.now >= turn.state.hello_at and not state.leaving:
         turn.say_hello()
@@ -140,10 +140,16 @@ def _on_leave(turn: Turn, event: Leave) -> None:
         turn.stop(turn.state.leaving, 0)
 
 
+def _beat_due(state: State) -> bool:
+    """After two seconds without a word of either side: only a beat is always answered."""
+    quiet = state.now - max(state.heard, state.beaten) >= BEAT_EVERY
+    return quiet or state.now - state.spoke >= BEAT_EVERY
+
+
 def _beat(turn: Turn) -> None:
     state = turn.state
     turn.send(NodeBeat(state.chain.height, state.chain.tip[:8], state.held))
-    turn.set(beats=state.beats + 1)
+    turn.set(beats=state.beats + 1, beaten=state.now)
     if turn.state.beats % TELL_EVERY == 0:
         turn.tell_applied()
         catchup.on_beat(turn)

@@ -128,6 +128,7 @@ class State(msgspec.Struct, frozen=True):
     heard: float = 0.0  # the coordinator, last
     spoke: float = 0.0  # this node, last
     beats: int = 0
+    beaten: float = 0.0  # when the last of them left
     hello_at: float = 0.0  # when the next Hello is due while not joined
     hello_wait: float = HELLO_FIRST
     wanted: int = 0  # height the coordinator is known to have

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from esnode import events
 from esnode.events import Apply, CancelUnit, Evaluate, Send, Store, StoreTerm
 from protocol.entries import (
     Admission,
     EndBody,
+    EntryKind,
     RosterBody,
 )
 from protocol.messages import (
@@ -255,6 +257,26 @@ def test_beats_tell_tip_and_progress_and_now_and_then_d() -> None:
         told += len(bench.sent(Applied))
         bench.hear(CoordBeat(1, 2, tip, (unit_of(),)))
     assert told == 2, "a lost Applied must not be lost for good"
+
+
+def test_a_long_replay_that_says_applied_every_second_hears_the_coordinator() -> None:
+    """Applied has no answer: without beats the coordinator seemed silent, and Hello was said again."""
+    bench, beats = Bench(), 0
+    bench.state = structs.replace(bench.state, about=replace(bench.state.about, catch_up="replay"))
+    bench.join(ledger(LOCK.digest, *range(1, 40)))
+    while bench.state.applying:
+        (apply,) = bench.all(Apply)
+        bench.tick(1.0)
+        if bench.sent(NodeBeat):
+            beats += 1
+            bench.hear(CoordBeat(1, bench.state.chain.height, bench.state.chain.tip[:8], ()))
+        commits = [entry.kind is EntryKind.COMMIT for entry in apply.entries]
+        after = (
+            k.round + 1 if moves else LOCK.digest for k, moves in zip(apply.entries, commits, strict=True)
+        )
+        bench.step(events.EntriesApplied(bench.now, tuple(after), 5000))
+        assert bench.sent(Applied) and bench.state.joined
+    assert bench.now > 25 and beats <= (bench.now - 10) / 2
 
 
 def test_step_leaves_its_input_alone() -> None:
