@@ -73,6 +73,11 @@ def rounding_seed(run_id: bytes, round: int) -> int:
 
 def prompt_order(run_id: bytes, epoch: int, n: int) -> list[int]:
     """The order in which one epoch walks through `n` prompts: a permutation of range(n)."""
+    return [*_order_of(run_id, epoch, n)]
+
+
+@lru_cache(maxsize=2)  # a round may end one epoch and begin the next; every unit of it asks for them
+def _order_of(run_id: bytes, epoch: int, n: int) -> tuple[int, ...]:
     start = hashlib.blake2b(b"prompt" + _checked(run_id) + _u64(epoch), digest_size=64)
 
     def rank(index: int) -> bytes:
@@ -80,7 +85,7 @@ def prompt_order(run_id: bytes, epoch: int, n: int) -> list[int]:
         h.update(_u64(index))
         return h.digest()
 
-    return sorted(range(n), key=rank)
+    return tuple(sorted(range(n), key=rank))
 
 
 def prompts_of_round(run_id: bytes, round: int, per_round: int, total: int) -> list[int]:
@@ -94,7 +99,7 @@ def prompts_of_round(run_id: bytes, round: int, per_round: int, total: int) -> l
     chosen: list[int] = []
     while len(chosen) < per_round:
         epoch, offset = divmod(first + len(chosen), total)
-        order = prompt_order(run_id, epoch, total)
+        order = _order_of(run_id, epoch, total)
         chosen += order[offset : offset + per_round - len(chosen)]
     return chosen
 
