@@ -12,6 +12,7 @@ import hashlib
 import json
 import re
 import struct
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ _CLOCK = re.compile(r"""strftime_now\(\s*("[^"]*"|'[^']*')\s*\)""")
 _CLOCK_TEST = re.compile(r"strftime_now\s+is\s+(not\s+)?(defined|none)", re.IGNORECASE)
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len")  # what configurations call it
 _SENTINEL = "esnode-sentinel"
+AT_ONCE = 512  # texts given to the tokenizer together: what it returns takes ten times the room of the ids
 
 Ids = tuple[int, ...]
 
@@ -61,11 +63,11 @@ class Prepared:
 
     def ids_of(self, split: str, index: int) -> Ids:
         """The prompt: the rendered chat up to where the model speaks."""
-        return self._prompts[split][index]
+        return tuple(self._prompts[split][index])
 
     def target_ids(self, split: str, index: int) -> Ids:
         """What the reward is the likelihood of, with the end of the turn; empty for tasks that generate."""
-        return self._targets[split][index]
+        return tuple(self._targets[split][index])
 
     def render(self, messages: Sequence[ChatMessage]) -> Ids:
         """Token ids of a chat up to where the model speaks. PromptError when the template refuses it."""
@@ -131,31 +133,33 @@ class Prepared:
                 "model, or phrase the task's messages differently (some know no system message)"
             ) from error
 
-    def _tokenise(self, texts: Sequence[str]) -> list[list[int]]:
-        # The template has written every special token, a leading BOS included.
-        return (
-            [list(ids) for ids in self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]]
-            if texts
-            else []
-        )
+    def _tokenise(self, texts: Sequence[str]) -> list[array[int]]:
+        """Token ids of each text, 4 bytes an id: a task may have a hundred thousand prompts."""
+        found: list[array[int]] = []
+        for start in range(0, len(texts), AT_ONCE):
+            some = list(texts[start : start + AT_ONCE])
+            # The template has written every special token, a leading BOS included.
+            rows = self._tokenizer(some, add_special_tokens=False)["input_ids"]
+            found += [array("I", ids) for ids in rows]
+        return found
 
-    def _tokenise_split(self, split: str) -> list[Ids]:
+    def _tokenise_split(self, split: str) -> list[array[int]]:
         items = self.task.items_of(split)
         texts = [
             self._text(self.task.start(item), f"{split} item {index}") for index, item in enumerate(items)
         ]
-        return [tuple(ids) for ids in self._tokenise(texts)]
+        return self._tokenise(texts)
 
-    def _tokenise_targets(self, split: str) -> list[Ids]:
+    def _tokenise_targets(self, split: str) -> list[array[int]]:
         items = self.task.items_of(split)
         if self.task.mode != "likelihood":
-            return [()] * len(items)
-        ending = () if self.end_of_turn is None else (self.end_of_turn,)
-        targets = []
-        for index, ids in enumerate(self._tokenise([self.task.target(item) for item in items])):
+            return [array("I")] * len(items)
+        targets = self._tokenise([self.task.target(item) for item in items])
+        for index, ids in enumerate(targets):
             if not ids:
                 raise PromptError(f"{split} item {index} of task {self.task.name!r} has an empty target")
-            targets.append((*ids, *ending))
+            if self.end_of_turn is not None:
+                ids.append(self.end_of_turn)
         return targets
 
     def _find_end_of_turn(self) -> int | None:

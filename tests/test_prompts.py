@@ -7,6 +7,7 @@ import hashlib
 import json
 import shutil
 import struct
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -161,6 +162,23 @@ def test_an_empty_target_is_refused(folder: Path, tmp_path: Path) -> None:
     path.write_text("".join(json.dumps({"prompt": f"q{n}", "target": ""}) + "\n" for n in range(5)))
     with pytest.raises(PromptError, match="item 0 of task 'likelihood' has an empty target"):
         prompts.prepare(folder, opened(f"likelihood:{path}"), DATE)
+
+
+def test_many_prompts_take_four_bytes_an_id(folder: Path, tmp_path: Path) -> None:
+    """100,000 prompts of a `file:` task took 1.9 GB while they were tokenised, and 8 bytes an id after."""
+    lines = (
+        {"prompt": f"{k} " * 40, "answer": "a", "split": "heldout" if k < 9 else "train"} for k in range(4000)
+    )
+    (tmp_path / "many.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    task = opened(f"file:{tmp_path / 'many.jsonl'}")
+    (tokenizer, rendered) = tiny.tokenizer(), sum(len(item["prompt"]) for item in task.train)
+    tracemalloc.start()
+    prepared = Prepared(tokenizer, task, DATE)
+    kept, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    count = sum(len(prepared.ids_of("train", k)) for k in range(prepared.count("train")))
+    assert count > rendered > 500_000
+    assert kept < 6 * count and peak < 16 * count
 
 
 def test_no_tokenizer(tmp_path: Path, short: Prepared) -> None:
