@@ -103,7 +103,7 @@ def on_entries(turn: Turn, peer: bytes, message: Entries) -> str:
             if entries[0].parent != before:
                 _step_back(turn, peer, question)
                 return ""
-            branch = _prefix(turn.chain, question.first)
+            branch = turn.chain.prefix(question.first)
         elif message.first != branch.height:
             return ""
         else:
@@ -128,10 +128,6 @@ def _step_back(turn: Turn, peer: bytes, question: Question) -> None:
     if question.first:
         first = max(0, question.first - question.back)
         _send_question(turn, peer, replace(question, first=first, back=4 * question.back))
-
-
-def _prefix(chain: Chain, height: int) -> Chain:
-    return chain.copy() if height == chain.height else Chain(chain.entries[:height])
 
 
 def _judge(turn: Turn, peer: bytes, name: str, branch: Chain) -> Place:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from protocol import ledger
-from protocol.chain import BrokenChain, Chain, check_fork
+from protocol.chain import BrokenChain, Chain
 from protocol.errors import UserError
+from protocol.forks import check_fork
 from protocol.lock import Lock
 
 

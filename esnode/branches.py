@@ -67,7 +67,7 @@ def on_return(turn: Turn, message: Return) -> None:
         return
     if state.term <= chain.term:
         return turn.note("orphans", reason=f"term {state.term} is none to leave a branch of {chain.term} for")
-    kept = Chain(chain.entries[:height])
+    kept = chain.prefix(height)
     try:
         kept.append(message.entry)
     except BrokenChain as error:

@@ -1,7 +1,7 @@
 """The chain of a run's entries: what each means after the ones before it, checked before it enters.
 
-Lives here: `Chain`, with every rule of docs/ledger-format.md, and `check_fork`. No files: `ledger.py` reads
-and writes those. Called by whoever keeps a ledger: the cores of coordinator and node, and `ledger.py`.
+Lives here: `Chain`, with every rule of docs/ledger-format.md. No files: `ledger.py` reads and writes those.
+Forks are `forks.py`'s. Called by whoever keeps a ledger: the cores of coordinator and node, and `ledger.py`.
 """
 
 from __future__ import annotations
@@ -65,6 +65,20 @@ class Chain:
         twin = Chain()
         for name, value in vars(self).items():
             setattr(twin, name, value.copy() if isinstance(value, Growing | list | dict) else value)
+        return twin
+
+    def prefix(self, height: int) -> Chain:
+        """An independent chain of the first `height` entries, which need not be verified again."""
+        twin = Chain()
+        if not height:
+            return twin
+        twin._lock = self._lock
+        *before, last = self._entries[:height]
+        for entry in before:
+            twin._adopt(entry, self.lock, b"", False)
+        signer = signed_by(last, twin.trusted)
+        assert signer is not None, "it was verified when it entered"
+        twin._adopt(last, self.lock, signer, self._moves(last, self.lock))
         return twin
 
     # ------------------------------------------------------------ what it says
@@ -368,28 +382,3 @@ class Chain:
                 self._numbers[admission.number] = admission.key
                 self._roster[admission.number] = (admission.key, admission.name)
         self._entries.append(entry)
-
-
-def check_fork(lock: Lock, parent: Chain) -> None:
-    """Whether `lock.parent` really names a state of `parent`; BrokenChain with the reason if not."""
-    claim = lock.parent
-    if claim is None:
-        raise BrokenChain("the lock names no parent run", 0)
-    if claim.run != parent.lock.run_id.hex():
-        raise BrokenChain(
-            f"the lock forks run {claim.run[:16]}, this is {parent.lock.run_id.hex()[:16]}", claim.round
-        )
-    if claim.round > parent.round:
-        raise BrokenChain(f"the parent ledger ends after {rounds(parent.round)}", claim.round)
-    closing = parent.commits[claim.round - 1] if claim.round else parent.entries[0]
-    if claim.entry != closing.hash.hex():
-        raise BrokenChain("the parent ledger has another entry at the fork", claim.round)
-    known = parent.digest_at(claim.round)
-    if known is not None and known != claim.digest:
-        raise BrokenChain(
-            f"the fork starts from digest {claim.digest:016x}, the parent ledger states {known:016x}",
-            claim.round,
-        )
-    same_state = (lock.manifest, lock.master) == (parent.lock.manifest, parent.lock.master)
-    if same_state and lock.digest != claim.digest:
-        raise BrokenChain("the lock's start digest is not that of the parent's state", claim.round)

@@ -48,6 +48,7 @@ PURE: dict[str, set[str]] = {
     "protocol/envelope.py": set(),
     "protocol/errors.py": set(),
     "protocol/fields.py": set(),
+    "protocol/forks.py": set(),
     "protocol/growing.py": set(),
     "protocol/invite.py": set(),
     "protocol/lock.py": set(),
