@@ -20,6 +20,7 @@ from protocol.keys import curve_public
 from protocol.peers import SLICE
 
 DIRECT_SECONDS = 3.0  # how long a direct connection may take before the relay is used
+REDIAL_SECONDS = 2.0  # after a refusal, which a newcomer gets until its roster entry is there
 RETRY_RELAYED = 3.0  # a peer the relay did not find may just be reconnecting to it
 MOST = max(SLICE + 4096, envelope.MAX_FRAME)
 BATCH = 64  # messages taken per turn
@@ -61,11 +62,17 @@ class Wire:
         self, context: zmq.Context[Any], secret: bytes, key: bytes, address: str, most: int = MOST
     ) -> None:
         """`most`: bytes of the largest message taken."""
+        self._to = context, secret, key, most
         self.address = address
         self.up = False
         self.reason = "no answer at all"
         self.failed = False  # in a handshake, and not by chance: that says more than the retries after it
         self._cuts = 0
+        self._dial()
+
+    def _dial(self) -> None:
+        context, secret, key, most = self._to
+        self._refused: float | None = None  # when; libzmq never dials again after it
         self._dealer: zmq.Socket[Any] = context.socket(zmq.DEALER)
         for option, value in (
             (zmq.IMMEDIATE, 1),
@@ -79,26 +86,31 @@ class Wire:
             (zmq.RECONNECT_IVL_MAX, zmtp.RECONNECT_MAX_MS),
             (zmq.HEARTBEAT_IVL, zmtp.HEARTBEAT_MS),
             (zmq.HEARTBEAT_TIMEOUT, zmtp.HEARTBEAT_TIMEOUT_MS),
-            (zmq.IPV6, zmtp.needs_ipv6(address)),
+            (zmq.IPV6, zmtp.needs_ipv6(self.address)),
         ):
             self._dealer.setsockopt(option, value)
         self._dealer.setsockopt(zmq.CURVE_SERVERKEY, key)
         self._dealer.setsockopt(zmq.CURVE_SECRETKEY, secret)
         self._dealer.setsockopt(zmq.CURVE_PUBLICKEY, curve_public(secret))
         self._monitor = self._dealer.get_monitor_socket(_WATCHED)
-        self._dealer.connect(address)
+        self._dealer.connect(self.address)
 
     @property
     def sockets(self) -> tuple[Any, Any]:
         return (self._dealer, self._monitor)
 
     def watch(self) -> None:
-        """Read what the socket's monitor saw."""
+        """Read what the socket's monitor saw; dial again a while after a refusal."""
+        if self._refused is not None and time.monotonic() - self._refused > REDIAL_SECONDS:
+            self.close()
+            self._dial()
         while self._monitor.poll(0):
             event = zmq.Event(zmtp.monitor_event(self._monitor.recv_multipart())[0])
             if event == zmq.Event.HANDSHAKE_SUCCEEDED:
                 self.up, self.failed, self._cuts = True, False, 0
             elif event in _WHY:
+                if event in _VERDICTS:
+                    self._refused = time.monotonic()
                 if event == zmq.Event.DISCONNECTED:
                     self.up = False
                 self._cuts += event == zmq.Event.HANDSHAKE_FAILED_NO_DETAIL

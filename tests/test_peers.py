@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 import zmq
+from zmq.utils import z85
 
 from coordinator import relay
 from coordinator.relayrules import SMALL_AT_ONCE, Accounts
-from esnode import duty, joined, snapshot
+from esnode import duty, joined, lines, snapshot
 from esnode.folder import write_file
 from esnode.peers import AGAIN_SECONDS, Peers
 from esnode.room import Room
@@ -314,3 +315,38 @@ def test_a_ledger_that_changes_under_its_reader(tmp_path: Path) -> None:
     rolls._looked = 0.0
     assert rolls.keys == {b"!" * 32} and rolls.entries(0, 9, 99) == ()
     assert keys.KEY_BYTES == snapshot.HASH
+
+
+def test_who_is_refused_dials_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A newcomer may know its donors before these have its roster entry; libzmq would stay refused."""
+    monkeypatch.setattr(lines, "REDIAL_SECONDS", 0.2)
+    own, secret = (z85.decode(zmq.curve_keypair()[1]) for _ in range(2))
+    public = curve_public(secret)
+    asked = 0
+    with zmq.Context() as context, zmq.Context() as there:
+        zap, router = there.socket(zmq.REP), there.socket(zmq.ROUTER)
+        zap.bind("inproc://zeromq.zap.01")
+        router.setsockopt(zmq.CURVE_SECRETKEY, secret)
+        router.setsockopt(zmq.CURVE_PUBLICKEY, public)
+        router.setsockopt(zmq.CURVE_SERVER, 1)
+        router.setsockopt(zmq.ZAP_DOMAIN, b"roster")
+        router.bind("tcp://127.0.0.1:0")
+        line = lines.Direct(context, own, public, [router.getsockopt_string(zmq.LAST_ENDPOINT)])
+
+        def up() -> bool:
+            nonlocal asked
+            while zap.poll(0):
+                version, request, *_ = zap.recv_multipart()
+                asked += 1
+                verdict = (b"200", b"", b"newcomer") if asked > 2 else (b"400", b"", b"")
+                zap.send_multipart([version, request, *verdict, b""])
+            line.watch(time.monotonic())
+            return line.up
+
+        try:
+            wait_for(up)
+        finally:
+            line.close()
+            zap.close(0)
+            router.close(0)
+    assert asked == 3
