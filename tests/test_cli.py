@@ -356,6 +356,9 @@ class _Teapot(UserError):
         (PermissionError(errno.EACCES, "denied", "/x"), 1, "no permission"),
         (ModuleNotFoundError("No module named 'torch'", name="torch"), 1, "pip install '.[node]'"),
         (ModuleNotFoundError("No module named 'toast'", name="toast"), 70, "Traceback"),
+        (MemoryError(), 1, "esnode: memory ran out. Free some"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), 1, "esnode: memory ran out. Free some"),
+        (RuntimeError("[enforce] DefaultCPUAllocator: can't allocate memory"), 1, "memory ran out"),
         (OSError(errno.EIO, "bad sector"), 70, "Traceback"),
         (ValueError("a bug of ours"), 70, "ValueError: a bug of ours"),
     ],
@@ -370,6 +373,7 @@ def test_what_an_error_becomes(
     def fails(**_: object) -> None:
         raise error
 
+    pytest.importorskip("torch")  # as in a command that loads a model: its allocator raises RuntimeError
     monkeypatch.setattr(front.cli, "main", fails)
     with pytest.raises(SystemExit) as exit:
         front.main([])

@@ -27,6 +27,9 @@ from esnode.cli.entry import EXIT_INTERRUPTED
 from protocol.errors import UserError
 from protocol.logfile import printable
 
+NO_MEMORY = (
+    "memory ran out. Free some, or lift this process's limit (ulimit -v), and run the same command again."
+)
 EXIT_BUG = 70
 NODE_EXTRA = frozenset(
     {
@@ -138,6 +141,8 @@ def explain(error: OSError, words: Sequence[str] = ()) -> str | None:
     `words` of the command or in the environment. None when it is something else, perhaps a bug of ours.
     """
     where = f" ({error.filename})" if error.filename else ""
+    if error.errno == errno.ENOMEM:
+        return NO_MEMORY
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"the disk is full{where}. Free some space and run the same command again."
     if error.errno == errno.EROFS:
@@ -180,6 +185,17 @@ def _arguments(command: click.Command, words: Sequence[str]) -> Sequence[str]:
 
 def _absolute(path: str) -> PurePath:
     return PurePath(os.path.abspath(path))
+
+
+def _shortage(error: Exception) -> bool:
+    """Whether memory ran out: less may be left for us than the system says is free (`ulimit -v`)."""
+    if isinstance(error, MemoryError):
+        return True
+    if "torch" not in sys.modules:  # nothing of its could have failed
+        return False
+    from esnode.engines.shortage import is_shortage
+
+    return is_shortage(error)
 
 
 def fail(message: str, code: int = 1) -> NoReturn:
@@ -247,7 +263,9 @@ def main(arguments: Sequence[str] | None = None, interrupt: Any = None) -> NoRet
             fail(sentence)
         traceback.print_exc()
         sys.exit(EXIT_BUG)
-    except Exception:
+    except Exception as error:
+        if _shortage(error):
+            fail(NO_MEMORY)
         traceback.print_exc()  # a bug of ours: the trace is what a report needs
         sys.exit(EXIT_BUG)
 
