@@ -36,7 +36,7 @@ class RunOver(UserError):
 def refuse_if_over(folder: Path) -> None:
     """RunOver when the ledger in a node's folder is whole and ends with END. The folder is only looked at."""
     path = folder / "node.ledger"
-    if path.exists() and not ledger.MAGIC.startswith(path.read_bytes()):
+    if path.exists() and ledger.ends(path.read_bytes()):
         reading = ledger.read(path)
         if reading.ended and reading.problem is None:
             raise RunOver(_over(path, reading.chain.entries[-1]))

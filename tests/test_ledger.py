@@ -20,6 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from esnode.notebook import refuse_if_over
 from protocol import chain as chain_module
 from protocol import shaping
 from protocol.bodies import step_of
@@ -47,7 +48,7 @@ from protocol.entries import (
     unpacked,
 )
 from protocol.forks import check_fork
-from protocol.ledger import MAGIC, LedgerError, LedgerFile, read, read_bytes
+from protocol.ledger import MAGIC, LedgerError, LedgerFile, ends, read, read_bytes
 from protocol.lock import Parent, TensorSpec
 from protocol.seeds import member_seed, rounding_seed
 from tests.ledgers import KEY, NODE, OTHER_KEY, Writer, small_ledger, small_lock
@@ -510,6 +511,18 @@ def test_whole_unfinished_and_empty() -> None:
     for data in (b"", b"ESLE", b"ESLEDG02" + writer.data[8:], b"\x7fELF" + bytes(100), MAGIC):
         reading = read_bytes(data)
         assert reading.problem is not None and reading.problem.round == 0 and not reading.chain.height
+
+
+def test_an_end_is_seen_without_verifying(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A join looks for it before anything else: 6 s at 30,000 rounds, verified."""
+    whole, unfinished = small_ledger().data, small_ledger(end=False).data
+    monkeypatch.setattr(Chain, "append", None)
+    assert ends(whole) and not ends(unfinished)
+    for cut in (0, 3, len(MAGIC), len(whole) // 2, len(whole) - 1):
+        assert not ends(whole[:cut])
+    assert not ends(whole + b"x") and not ends(whole[:-1] + b"x\0")
+    (tmp_path / "node.ledger").write_bytes(unfinished)
+    refuse_if_over(tmp_path)
 
 
 def test_cut_at_every_byte() -> None:
