@@ -209,14 +209,11 @@ def _expire(turn: Turn) -> None:
     state = turn.state
     pool = membership.median_pace(list(state.nodes.values()))
     for key, node in state.nodes.items():
-        if not node.leases:
-            continue
         for running in membership.running(node):
             verdict = membership.expiry(node, running, state.ops.stall_seconds, pool, state.now)
             if verdict.ok:
                 turn.take_all(key)
-                still = (running.unit, running.progress)
-                late = membership.overdue(node, running, state.now)
+                still, late = (running.unit, running.progress), membership.overdue(node, running, state.now)
                 turn.set_node(replace(turn.nodes[key], stalled=still, overdue=late))
                 turn.note("membership", node=node.name, what="leases ended", reason=verdict.reason)
                 break

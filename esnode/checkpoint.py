@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from esnode import snapshot
 from esnode.room import Room
 from esnode.snapshot import Header, Reader, SnapshotError
-from protocol.counting import rounds
+from protocol.counting import milliseconds, rounds
 from protocol.entries import Entry, EntryKind
 from protocol.lock import Lock
 
@@ -101,7 +101,7 @@ class Checkpoints:
         began = time.monotonic()
 
         def spent() -> int:
-            return int((time.monotonic() - began) * 1000)
+            return milliseconds(time.monotonic() - began)
 
         try:
             short = self._make_room(header)

@@ -21,6 +21,7 @@ from esnode.checkpoint import Saved
 from esnode.engines.interface import Cancelled, EngineEnded
 from esnode.events import About, Outcome
 from esnode.replay import DamagedMaster
+from protocol.counting import milliseconds
 from protocol.entries import Entry
 from protocol.errors import UserError
 from protocol.messages import Unit
@@ -330,7 +331,7 @@ class EngineThread:
             return Wounded(None, error.tensors)
         except Exception as error:  # reported to the main thread, which stops the process
             return _broken(error)
-        return Folded(digests, int((time.monotonic() - began) * 1000))
+        return Folded(digests, milliseconds(time.monotonic() - began))
 
     def _restore(self, entries: tuple[Entry, ...]) -> Report:
         began = time.monotonic()
@@ -338,7 +339,7 @@ class EngineThread:
             height, digest = self._workshop.rewind(entries)
         except Exception as error:  # as above
             return _broken(error)
-        return Restored(height, digest, int((time.monotonic() - began) * 1000))
+        return Restored(height, digest, milliseconds(time.monotonic() - began))
 
     def _refresh(self) -> Report:
         try:

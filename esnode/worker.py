@@ -28,7 +28,7 @@ from esnode.episodes import Episode, Spent
 from esnode.prompts import Prepared
 from esnode.scoring import Scorer
 from protocol import seeds
-from protocol.counting import answers, nth, rounds
+from protocol.counting import answers, milliseconds, nth, rounds
 from protocol.lock import Lock
 from protocol.messages import Kind, Unit
 
@@ -203,7 +203,7 @@ class Worker:
             correct=sum(episode.score.correct for episode in measured),
             floored=failures.total(),
             tokens=sum(episode.tokens for episode in measured),
-            times=(round(1000 * weights), round(1000 * spent.engine), round(1000 * scoring)),
+            times=(milliseconds(weights), milliseconds(spent.engine), milliseconds(scoring)),
             evidence=hashlib.blake2b(struct.pack(f"<{len(rewards)}d", *rewards)).digest()[:8],
             scores=tuple(rewards),
             fingerprint=fingerprint,

@@ -1,7 +1,8 @@
 """Counts as people say them: the first round is round 1, and a state is what so many rounds have made.
 
-Pure. Entries, messages, notes and files of figures hold the index of a round, from 0; whatever puts one into
-a sentence asks here. `esnode export --round 3` means the state after 3 rounds.
+Pure. Spans of time as messages carry them, too. Entries, messages, notes and files of figures hold the index
+of a round, from 0; whatever puts one into a sentence asks here. `esnode export --round 3` means the state
+after 3 rounds.
 """
 
 from __future__ import annotations
@@ -14,6 +15,11 @@ STATES = frozenset({"score", "dispute", "snapshot"})
 def rounds(count: int) -> str:
     """1 -> "1 round", 3 -> "3 rounds"."""
     return f"{count} round" + "s" * (count != 1)
+
+
+def milliseconds(seconds: float) -> int:
+    """Of a span between two looks at a clock; none where the clock has jumped back."""
+    return max(0, round(1000 * seconds))
 
 
 def answers(count: int) -> str:

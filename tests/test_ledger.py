@@ -697,9 +697,9 @@ def test_a_long_run_is_small_and_quickly_verified() -> None:
         writer.add(writer.commit())
     writer.add(EndBody("done"))
     data = writer.data
-    started = time.perf_counter()
+    started = time.process_time()  # what others do on the machine is no matter
     reading = read_bytes(data)
-    seconds = time.perf_counter() - started
+    seconds = time.process_time() - started
     print(f"{len(data)} bytes, verified in {seconds:.3f} s")
     assert reading.ended and len(data) <= 400_000
     assert seconds < 1.0

@@ -14,6 +14,7 @@ import pytest
 
 from esnode import snapshot
 from protocol import keys, ledger
+from protocol.counting import milliseconds
 from tests import chaos, full_disk, toy_engine
 from tests.runs import PLAN, ROOT, SIGNING_SEED, Processes, make_folder, wait_for
 
@@ -67,6 +68,10 @@ def test_a_node_killed_at_a_chosen_moment_goes_on(tmp_path: Path, moment: str) -
         assert not list((place / "checkpoint").glob("*.new"))
         assert "Traceback" not in processes.words("n1")
     equal_to_the_fault_free_run(tmp_path)
+
+
+def test_a_span_in_which_the_clock_jumped_back_is_none() -> None:
+    assert milliseconds(1.2345678) == 1235 and milliseconds(-59.998) == 0
 
 
 @pytest.mark.parametrize("who", ["coordinator", "n1"])

@@ -350,6 +350,7 @@ def test_available_memory_respects_control_groups(tmp_path: Path, monkeypatch: p
     inner.mkdir(parents=True)
     monkeypatch.setattr(memory, "_PROC", proc)
     monkeypatch.setattr(memory, "_CGROUP", groups)
+    monkeypatch.setattr("esnode.reservations._place", lambda: tmp_path / "nobody else's")
     assert memory.available() == memory.UNKNOWN
     (proc / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable: 50 kB\n")
     (proc / "self" / "cgroup").write_text("0::/a/b\n")
