@@ -101,6 +101,11 @@ class World:
         path = self.path / name / "run" / "run.ledger"
         return ledger.read(path).chain.round if path.exists() else 0
 
+    def members(self, name: str) -> set[str]:
+        """Names on the roster."""
+        path = self.path / name / "run" / "run.ledger"
+        return {member for _, member in ledger.read(path).chain.roster.values()} if path.exists() else set()
+
     def close(self) -> None:
         for process in self.running:
             if process.poll() is None:
@@ -131,7 +136,7 @@ def test_two_machines_join_by_invite_and_the_ledger_verifies(world: World) -> No
     units = world.path / "c" / "run" / "units.jsonl"
     wait_for(lambda: units.exists() and units.read_text(), PATIENCE)
     print(f"first unit {time.monotonic() - began:.1f} s after the first command (contended)")
-    wait_for(lambda: "ready in" in world.log("b"), PATIENCE)
+    wait_for(lambda: "b" in world.members("c"), PATIENCE)
     # b is paused and a leaves: the run stands still until a, its task data altered, comes back uninvited
     assert "paused" in world.done("b", "pause")
     a.send_signal(signal.SIGTERM)

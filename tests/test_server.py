@@ -235,8 +235,10 @@ def test_nothing_counts_before_hello(door: Door) -> None:
 
 
 def test_newest_hello_owns_the_key(door: Door) -> None:
-    old, new = door.link(N1), door.link(N1)
-    assert door.say(old, HELLO) and door.say(new, HELLO)
+    old = door.link(N1)
+    assert door.say(old, HELLO)
+    new = door.link(N1)  # of two that dial at once either may be the newer one
+    assert door.say(new, HELLO)
     assert isinstance(wait_for(old.receive)[0], Bye)
     assert door.gate.send(keys.curve_public(N1), Rehello())
     door.gate.flush()
