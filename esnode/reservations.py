@@ -61,8 +61,14 @@ def _place() -> Path:
 
 
 def _living() -> Iterator[tuple[int, int, int]]:
-    """(since when, process, bytes) of each; files of engines that are gone are removed."""
-    for path in _place().glob("[0-9]*-*"):
+    """(since when, process, bytes) of each; files of engines that are gone are removed.
+
+    A folder that another user has made in our name says nothing.
+    """
+    place = _place()
+    if not place.is_dir() or place.stat().st_uid != os.getuid():
+        return
+    for path in place.glob("[0-9]*-*"):
         with contextlib.suppress(OSError, ValueError), path.open(encoding="ascii") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -224,10 +224,10 @@ class _Turn:
             return self.lose(event.key, f"part {event.part} was poisoned", BANNED)
         self.put(replace(source, jobs=tuple(job for job in source.jobs if job.part != event.part)))
         for other in self.state.sources.values():
-            if any(job.part == event.part for job in other.jobs):
-                job = next(job for job in other.jobs if job.part == event.part)
-                jobs = tuple(row for row in other.jobs if row is not job)
-                self.put(replace(other, jobs=jobs, vain=other.vain + job.granted - job.got))
+            late = next((job for job in other.jobs if job.part == event.part), None)
+            if late is not None:
+                jobs = tuple(job for job in other.jobs if job is not late)
+                self.put(replace(other, jobs=jobs, vain=other.vain + late.granted - late.got))
                 self.actions.append(Drop(other.key, event.part))
         self.set(have=self.state.have | 1 << event.part, moved=self.state.now)
 

@@ -1,8 +1,8 @@
 """A list that only grows, whose copies cost nothing however long it is.
 
 Pure. A ledger has as many entries as a run has rounds, and the cores copy their chain for every entry: copies
-share their rows, and each knows how many of them are its own. Called by `chain.py` and the coordinator's
-state.
+share their rows, and each knows how many of them are its own. Called by `chain.py`, the coordinator's state
+and the histories that people read.
 """
 
 from __future__ import annotations

@@ -58,6 +58,14 @@ def test_what_another_has_reserved_and_does_not_hold_yet(place: Path, other: sub
     assert list(place.iterdir()) == [] and memory.available() > 0
 
 
+def test_a_folder_that_another_user_has_made_says_nothing(
+    place: Path, other: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reservations, "_place", lambda: place)
+    monkeypatch.setattr(os, "getuid", lambda: 4321)
+    assert reservations.outstanding() == 0 and reservations.engines() == 0
+
+
 def test_whoever_planned_first_goes_first(other: subprocess.Popen[str]) -> None:
     """Both have looked before either had reserved: one must be able to go on."""
     mine = reservations.take(5)

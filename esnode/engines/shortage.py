@@ -2,8 +2,8 @@
 
 Lives here: `Room`, the bound on rows that an engine learns, the `OutOfMemory` it raises, and the two ways to
 live with one: measure again (`patiently`) or say so and end (`loading`); and what no process lives with, a
-GPU that has failed (`alive`). May import torch. Called by the engines, `worker.py`, `workshop.py` and
-`evaluate.py`.
+GPU that has failed (`alive`). May import torch. Called by the engines, `worker.py`, `workshop.py`,
+`evaluate.py` and the command.
 """
 
 from __future__ import annotations
