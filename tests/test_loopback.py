@@ -156,7 +156,7 @@ def test_kill_everything_then_resume(tmp_path: Path, unbroken: int) -> None:
             processes.node("n1")
             processes.node("n2")
             wait_for(lambda: round_of(processes) >= 0)
-            time.sleep(chance.uniform(0.2, 0.6))
+            time.sleep(chance.uniform(0.05, 0.25))  # three lives are shorter than the run
             for name in processes.running:
                 processes.kill(name)
     with Processes(tmp_path) as processes:
