@@ -65,7 +65,7 @@ def measured(options: Options, lock: Lock, log: logging.Logger) -> Deal:
     import torch
 
     from esnode import models
-    from esnode.engines.vllm_start import CACHE_BYTES
+    from esnode.engines.vllm_start import CACHES
     from esnode.hostmaster import SPARE
     from esnode.kernels.streamed import BUFFERS, CHUNK
     from esnode.replica import memory_plan
@@ -77,11 +77,11 @@ def measured(options: Options, lock: Lock, log: logging.Logger) -> Deal:
         for spec in options.lanes
         for device in devices.lane(spec).devices
     ]
-    plan = memory_plan(lock, DTYPES[lock.live_dtype], CACHE_BYTES["cuda"], 0)
+    plans = [memory_plan(lock, DTYPES[lock.live_dtype], cache.work, 0) for cache in CACHES["cuda"]]
     host = Host(memory.available(), 4 * BUFFERS * CHUNK, SPARE)
     config = ranks.read_config(folder)
     ranks.require_dense(lock, config)
-    return ranks.deal(lock.model, config, plan, gpus, host, options.wish.master)
+    return ranks.deal(lock.model, config, plans, gpus, host, options.wish.master)
 
 
 def main() -> int:

@@ -123,18 +123,27 @@ class Deal:
 
 
 def deal(
-    model: str, config: Mapping[str, Any], plan: MemoryPlan, gpus: Sequence[Gpu], host: Host, master: str
+    model: str,
+    config: Mapping[str, Any],
+    plans: Sequence[MemoryPlan],
+    gpus: Sequence[Gpu],
+    host: Host,
+    master: str,
 ) -> Deal:
     """The fewest GPUs per engine, of one kind, that hold live weights, work and the master, or, where no
     number does, all but the master, which goes to host memory. As many such engines as there are GPUs for.
 
-    `plan`: of one GPU alone; `master`: `wish.MASTERS`. RanksError when no engine fits anywhere.
+    `plans`: of one GPU alone; a kind of GPU is dealt by the first with which an engine fits. `master`:
+    `wish.MASTERS`. RanksError when no engine fits anywhere.
     """
     groups: list[tuple[int, ...]] = []
     words: list[str] = []
     for kind in dict.fromkeys(gpu.kind for gpu in gpus):
         ours = [gpu for gpu in gpus if gpu.kind == kind]
-        found, host, line = _deal_kind(config, plan, ours, host, master)
+        for plan in plans:
+            found, host, line = _deal_kind(config, plan, ours, host, master)
+            if found:
+                break
         groups += found
         words.append(f"{_named(ours)} ({kind}): {line}")
     if not groups:

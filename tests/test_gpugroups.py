@@ -57,18 +57,19 @@ def test_what_was_said_is_not_measured(given: nodeoptions.Options, monkeypatch: 
 
 
 def test_a_machine_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model's needs from its lock, each GPU's memory from torch: the tiny model with 8 GB of cache."""
+    """The model's needs from its lock, each GPU's memory from torch: the tiny model with 8 GB of cache, or less."""
     import torch
 
     model = tiny.write(tmp_path / "m")
     lock = tiny.lock(model)
-    kinds = {"cuda:0": ("A", 20), "cuda:1": ("B", 4), "cuda:2": ("A", 20)}
+    kinds = {"cuda:0": ("A", 20), "cuda:1": ("B", 4), "cuda:2": ("A", 20), "cuda:3": ("C", 6)}
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: kinds[device][0])
     monkeypatch.setattr(memory, "available", lambda device="cpu": kinds.get(device, ("", 60))[1] * 10**9)
     given = options_of(*kinds, more=("--model", str(model)))
     found = gpugroups.measured(given, lock, LOG)
-    assert found.groups == ((0,), (2,))
-    assert "GPU 1 (B): not used, at best 8." in found.words[1]
+    assert found.groups == ((0,), (2,), (3,))
+    assert "GPU 1 (B): not used, at best 4.3 GB" in found.words[1]
+    assert "GPU 3 (C): 1 engine, 5.4 GB of 6.0 GB" in found.words[2]
 
 
 @pytest.mark.parametrize(

@@ -72,12 +72,17 @@ QWEN72 = {"num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_siz
 
 
 def dealt(
-    config: dict[str, Any], weights: float, gpus: list[int], master: str = "auto", host: int = 2000
+    config: dict[str, Any],
+    weights: float,
+    gpus: list[int],
+    master: str = "auto",
+    host: int = 2000,
+    work: tuple[int, ...] = (10,),
 ) -> ranks.Deal:
-    """A model of so many billion weights; GPUs of equal size are of one kind; 10 GB for work and cache."""
-    plan = MemoryPlan(int(4 * weights * GB), int(2 * weights * GB), 10 * GB, 0)
+    """A model of so many billion weights; GPUs of equal size are of one kind; `work`: GB, cache included."""
+    plans = [MemoryPlan(int(4 * weights * GB), int(2 * weights * GB), size * GB, 0) for size in work]
     found = [ranks.Gpu(index, f"card of {size}", size * GB) for index, size in enumerate(gpus)]
-    return ranks.deal("m", config, plan, found, ranks.Host(host * GB, 0, GB), master)
+    return ranks.deal("m", config, plans, found, ranks.Host(host * GB, 0, GB), master)
 
 
 @pytest.mark.parametrize(
@@ -106,6 +111,15 @@ def test_the_master_goes_to_the_host_where_no_group_holds_it() -> None:
     assert dealt(QWEN7, 7.6, [26] * 3, "auto", host=32).groups == ((0,), (1,), (2,)), "they share one"
     assert dealt(QWEN7, 7.6, [18] * 4, "host", host=32).groups == ((0, 1),), "a group has its own"
     assert dealt(QWEN7, 7.6, [26, 27], "host", host=32).groups == ((0,), (1,)), "unlike ones share it too"
+
+
+def test_a_kind_of_gpu_with_too_little_memory_takes_a_smaller_cache() -> None:
+    """7.6e9 weights on cards of 24 GB, one each; the large one beside them keeps the large cache."""
+    found = dealt(QWEN7, 7.6, [24, 80, 24], host=64, work=(10, 8, 6))
+    assert found.groups == ((0, 2), (1,)), "two hold it with the large cache"
+    found = dealt(QWEN7, 7.6, [80, 24], host=64, work=(10, 8, 6))
+    assert found.groups == ((0,), (1,))
+    assert "55.6 GB of 80.0 GB" in found.words[0] and "23.2 GB of 24.0 GB" in found.words[1]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import torch
 
-from esnode import accelerators
+from esnode import accelerators, memory
 from esnode.engines import (
     transformers_engine,
     vllm_canary,
@@ -32,8 +32,9 @@ from esnode.engines import (
     vllm_start,
     vllm_watch,
 )
-from esnode.engines.interface import never
+from esnode.engines.interface import MemoryPlan, never
 from esnode.engines.vllm_start import VllmUnavailable
+from esnode.engines.wish import DEFAULT
 from esnode.memory import MemoryShort
 from esnode.slicemap import SliceError
 from tests import tiny
@@ -238,9 +239,31 @@ def test_what_others_hold_of_a_gpu_keeps_vllm_from_nothing(
     monkeypatch.setattr(accelerators, "numbered", lambda: {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
     monkeypatch.setattr(os, "environ", dict(os.environ))
     vllm_start.start(tiny.lock(folder), folder, "cuda", 1, 1)
-    assert given[0]["kv_cache_memory_bytes"] == vllm_start.CACHE_BYTES["cuda"]
+    assert given[0]["kv_cache_memory_bytes"] == vllm_start.CACHES["cuda"][0].size
     assert given[0]["gpu_memory_utilization"] <= 0.02
     assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+
+
+@pytest.mark.parametrize(
+    ("free", "cache", "where"),
+    [
+        (60, 8, "device"),
+        (40, 8, "host"),
+        (25, 8, "host"),
+        (22, 4, "host"),
+        (20, 2, "host"),
+        (15, 2, "device"),
+    ],
+)
+def test_the_cache_is_the_largest_that_fits(
+    free: int, cache: int, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """7.6e9 weights beside 64 GB of host memory; where nothing fits, the plan is refused with the least."""
+    monkeypatch.setattr(memory, "available", lambda: 64 << 30)
+    plan = MemoryPlan(28 << 30, 14 << 30, vllm_start.CACHES["cuda"][0].work + (1 << 30), free << 30)
+    settled, size = vllm_engine._settled(plan, "cuda:0", DEFAULT)
+    assert (size >> 30, "host" if settled.host else "device") == (cache, where)
+    assert (settled.on_device <= settled.available) == (free > 15)
 
 
 # ---------------------------------------------------------------- the canary's load

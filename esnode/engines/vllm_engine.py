@@ -29,7 +29,7 @@ from esnode.engines.packing import WORTH, Packing
 from esnode.engines.replica_engine import ReplicaEngine, require_base
 from esnode.engines.shortage import OutOfMemory, loading
 from esnode.engines.vllm_ranks import RankedReplica, Ranks
-from esnode.engines.vllm_start import CACHE_BYTES, MOST_BATCHED_TOKENS, MOST_SEQUENCES
+from esnode.engines.vllm_start import CACHES, MOST_BATCHED_TOKENS, MOST_SEQUENCES
 from esnode.engines.wish import DEFAULT, Wish
 from esnode.kernels.interface import Kernels
 from esnode.manifest import check
@@ -281,20 +281,20 @@ def load(
     specs = check(folder, lock)
     live = DTYPES[lock.live_dtype]
     free = memory.available(device, wish.sharing)
-    plan = memory_plan(lock, live, CACHE_BYTES[kind], free)
+    plan = memory_plan(lock, live, CACHES[kind][0].work, free)
     count = _ranks(lock, folder, kind, plan, wish)
     if kind == "cuda":
         plan = cutting.share(plan, count)  # of one rank, on its own GPU
     else:
-        plan = replace(plan, other=plan.other + (count - 1) * CACHE_BYTES[kind])
+        plan = replace(plan, other=plan.other + (count - 1) * CACHES[kind][0].work)
     if count == 1:  # a rank's master is that of its slices, which no other engine can use
         wish = placement.agree(plan, device, wish)
-    plan = placement.settle(plan, device, wish)
+    plan, cache = _settled(plan, device, wish)
     report(plan)
     memory.require(plan, lock.model)
-    engine = vllm_start.start(lock, folder, kind, threads, count, wish)
+    engine = vllm_start.start(lock, folder, kind, threads, count, wish, cache)
     ranks = Ranks(engine)
-    fingerprint = _fingerprint(lock, device, version, count)
+    fingerprint = _fingerprint(lock, device, version, count, cache)
     if count > 1:
         ranked = RankedReplica(ranks.ask, lock, folder, backend, bool(plan.host))
         require_base(lock, ranked, folder)
@@ -331,17 +331,30 @@ def _ranks(lock: Lock, folder: Path, kind: str, plan: MemoryPlan, wish: Wish) ->
     return cutting.default(config, plan, [memory.available(f"cuda:{k}") for k in gpus])
 
 
+def _settled(plan: MemoryPlan, device: str, wish: Wish) -> tuple[MemoryPlan, int]:
+    """The plan, made for the largest cache, with its master where it shall be, and the bytes of the largest
+    cache that fits; of the smallest where none does, which `memory.require` refuses.
+    """
+    caches = CACHES[device.partition(":")[0]]
+    for cache in caches:
+        less = replace(plan, other=plan.other - caches[0].work + cache.work)
+        settled = placement.settle(less, device, wish)
+        if settled.on_device <= settled.available:
+            break
+    return settled, cache.size
+
+
 def _model_of(engine: LLMEngine) -> nn.Module:
     models: list[nn.Module] = engine.apply_model(lambda model: model)
     return models[0]
 
 
-def _fingerprint(lock: Lock, device: str, version: str, ranks: int) -> bytes:
+def _fingerprint(lock: Lock, device: str, version: str, ranks: int, cache: int) -> bytes:
     kind = device.partition(":")[0]
     name = torch.cuda.get_device_name(device) if kind == "cuda" else torch.backends.cpu.get_cpu_capability()
     parts = (
         "vllm engine 2", version, torch.__version__, lock.live_dtype, kind, name,
         "chunk" if lock.repeatable else "unit", str(MOST_SEQUENCES), str(MOST_BATCHED_TOKENS),
-        f"tp {ranks}",
+        f"tp {ranks}", f"cache {cache >> 30}",
     )  # fmt: skip
     return hashlib.blake2b("|".join(parts).encode(), digest_size=8).digest()

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 import torch
 from torch import nn
@@ -35,7 +35,21 @@ MOST_SEQUENCES = 256  # decoded at once
 MOST_BATCHED_TOKENS = 4096  # of one step, so that every machine of a kind cuts prompts alike
 EXIT_FAULT, EXIT_MEMORY = 70, 71  # of a rank's process that failed in a step, there for want of memory
 _STALE = 86400.0  # seconds after which no start can still need its meeting point
-CACHE_BYTES = {"cpu": 2 << 30, "cuda": 8 << 30}  # for keys and values
+
+
+class Cache(NamedTuple):
+    """What an engine may keep of keys and values, in bytes. `work`: what is planned for that and the rest."""
+
+    size: int
+    work: int
+
+
+# The largest that fits is taken; a smaller one leaves room for activations and CUDA graphs. There are few, so
+# that machines of a kind cut prompts alike.
+CACHES = {
+    "cpu": (Cache(2 << 30, 2 << 30),),
+    "cuda": (Cache(8 << 30, 8 << 30), *(Cache(k << 30, (k + 2) << 30) for k in (5, 4, 3, 2))),
+}
 
 
 class VllmUnavailable(UserError):
@@ -64,14 +78,25 @@ def require_supported() -> str:
 
 
 def start(
-    lock: Lock, folder: Path, kind: str, threads: int | None, ranks: int, wish: Wish = DEFAULT
+    lock: Lock,
+    folder: Path,
+    kind: str,
+    threads: int | None,
+    ranks: int,
+    wish: Wish = DEFAULT,
+    cache: int | None = None,
 ) -> LLMEngine:
-    """vLLM's engine with dummy weights: the real ones are written through the map."""
+    """vLLM's engine with dummy weights: the real ones are written through the map.
+
+    `cache`: bytes for keys and values on each rank, by default the most of this kind of device.
+    """
     with _aside(wish.chatter):
-        return _started(lock, folder, kind, threads, ranks, wish)
+        return _started(lock, folder, kind, threads, ranks, wish, cache or CACHES[kind][0].size)
 
 
-def _started(lock: Lock, folder: Path, kind: str, threads: int | None, ranks: int, wish: Wish) -> LLMEngine:
+def _started(
+    lock: Lock, folder: Path, kind: str, threads: int | None, ranks: int, wish: Wish, cache: int
+) -> LLMEngine:
     _sweep()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the core in this process
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if _shown() else "ERROR")
@@ -83,7 +108,7 @@ def _started(lock: Lock, folder: Path, kind: str, threads: int | None, ranks: in
     if kind == "cuda":
         os.environ.update(accelerators.numbered())  # vLLM asks NVIDIA's tools what its GPU is
     if kind == "cpu":
-        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(CACHE_BYTES[kind] >> 30)
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(cache >> 30)
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -109,7 +134,7 @@ def _started(lock: Lock, folder: Path, kind: str, threads: int | None, ranks: in
     if kind == "cpu":
         settings["ir_op_priority"] = vllm_cpu.NORMS
     else:
-        settings["kv_cache_memory_bytes"] = CACHE_BYTES[kind]
+        settings["kv_cache_memory_bytes"] = cache
         settings["gpu_memory_utilization"] = 0.01  # must be free when it starts: the plan has seen to memory
     if ranks > 1:
         settings |= {
