@@ -57,7 +57,7 @@ def test_what_was_said_is_not_measured(given: nodeoptions.Options, monkeypatch: 
 
 
 def test_a_machine_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model's needs from its lock, each GPU's memory from torch: the tiny model with 8 GB of cache, or less."""
+    """The model's needs from its lock, each GPU's memory from torch; 8 GB of cache, or less."""
     import torch
 
     model = tiny.write(tmp_path / "m")
