@@ -27,9 +27,17 @@ def agree(plan: MemoryPlan, device: str, wish: Wish) -> Wish:
 
     Asked before our own host memory is planned, for only the leader needs any.
     """
-    if wish.ask is None or not (wish.master == "host" or (wish.master == "auto" and _tight(plan, device))):
+    if not leads(plan, device, wish):
         return wish
+    assert wish.ask is not None
     return replace(wish, attach=wish.ask() or None)
+
+
+def leads(plan: MemoryPlan, device: str, wish: Wish) -> bool:
+    """Whether an engine that `agree` was asked about has to make the host master that others will read."""
+    if wish.ask is None or wish.attach is not None:
+        return False
+    return wish.master == "host" or (wish.master == "auto" and _tight(plan, device))
 
 
 def settle(plan: MemoryPlan, device: str, wish: Wish) -> MemoryPlan:

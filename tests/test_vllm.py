@@ -14,6 +14,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -252,7 +253,7 @@ def test_what_others_hold_of_a_gpu_keeps_vllm_from_nothing(
         (25, 8, "host"),
         (22, 4, "host"),
         (20, 2, "host"),
-        (15, 2, "device"),
+        (15, 8, "device"),
     ],
 )
 def test_the_cache_is_the_largest_that_fits(
@@ -264,6 +265,16 @@ def test_the_cache_is_the_largest_that_fits(
     settled, size = vllm_engine._settled(plan, "cuda:0", DEFAULT)
     assert (size >> 30, "host" if settled.host else "device") == (cache, where)
     assert (settled.on_device <= settled.available) == (free > 15)
+
+
+def test_who_leads_a_master_in_host_memory_makes_one_with_any_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A smaller cache would let the master stay on the GPU, but other engines of the node wait for it."""
+    monkeypatch.setattr(memory, "available", lambda: 1 << 30)
+    plan = MemoryPlan(2 << 30, 2 << 30, vllm_start.CACHES["cuda"][0].work, 10 << 30)
+    settled, size = vllm_engine._settled(plan, "cuda:0", DEFAULT)
+    assert (settled.host, size) == (0, 4 << 30)
+    settled, size = vllm_engine._settled(plan, "cuda:0", replace(DEFAULT, ask=str))
+    assert (settled.host, size) == (0, 8 << 30) and settled.on_device > settled.available
 
 
 # ---------------------------------------------------------------- the canary's load

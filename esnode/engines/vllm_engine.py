@@ -333,15 +333,15 @@ def _ranks(lock: Lock, folder: Path, kind: str, plan: MemoryPlan, wish: Wish) ->
 
 def _settled(plan: MemoryPlan, device: str, wish: Wish) -> tuple[MemoryPlan, int]:
     """The plan, made for the largest cache, with its master where it shall be, and the bytes of the largest
-    cache that fits; of the smallest where none does, which `memory.require` refuses.
+    cache that fits. Where none does it stays as it is, and `memory.require` refuses it.
     """
-    caches = CACHES[device.partition(":")[0]]
+    caches, leads = CACHES[device.partition(":")[0]], placement.leads(plan, device, wish)
     for cache in caches:
         less = replace(plan, other=plan.other - caches[0].work + cache.work)
         settled = placement.settle(less, device, wish)
-        if settled.on_device <= settled.available:
-            break
-    return settled, cache.size
+        if settled.on_device <= settled.available and (settled.host or not leads):
+            return settled, cache.size
+    return placement.settle(plan, device, wish), caches[0].size
 
 
 def _model_of(engine: LLMEngine) -> nn.Module:
