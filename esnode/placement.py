@@ -35,7 +35,7 @@ def agree(plan: MemoryPlan, device: str, wish: Wish) -> Wish:
 
 def leads(plan: MemoryPlan, device: str, wish: Wish) -> bool:
     """Whether an engine that `agree` was asked about has to make the host master that others will read."""
-    if wish.ask is None or wish.attach is not None:
+    if wish.ask is None or wish.attach is not None or plan.ranks > 1:  # nobody reads a rank's
         return False
     return wish.master == "host" or (wish.master == "auto" and _tight(plan, device))
 

@@ -239,7 +239,7 @@ def test_what_others_hold_of_a_gpu_keeps_vllm_from_nothing(
     monkeypatch.setitem(sys.modules, started.__name__, started)
     monkeypatch.setattr(accelerators, "numbered", lambda: {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    vllm_start.start(tiny.lock(folder), folder, "cuda", 1, 1)
+    vllm_start.start(tiny.lock(folder), folder, "cuda", 1, 1, vllm_start.CACHES["cuda"][0].size)
     assert given[0]["kv_cache_memory_bytes"] == vllm_start.CACHES["cuda"][0].size
     assert given[0]["gpu_memory_utilization"] <= 0.02
     assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
@@ -259,7 +259,7 @@ def test_what_others_hold_of_a_gpu_keeps_vllm_from_nothing(
 def test_the_cache_is_the_largest_that_fits(
     free: int, cache: int, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """7.6e9 weights beside 64 GB of host memory; where nothing fits, the plan is refused with the least."""
+    """7.6e9 weights beside 64 GB of host memory; where nothing fits, the plan stays, to be refused."""
     monkeypatch.setattr(memory, "available", lambda: 64 << 30)
     plan = MemoryPlan(28 << 30, 14 << 30, vllm_start.CACHES["cuda"][0].work + (1 << 30), free << 30)
     settled, size = vllm_engine._settled(plan, "cuda:0", DEFAULT)
@@ -275,6 +275,8 @@ def test_who_leads_a_master_in_host_memory_makes_one_with_any_cache(monkeypatch:
     assert (settled.host, size) == (0, 4 << 30)
     settled, size = vllm_engine._settled(plan, "cuda:0", replace(DEFAULT, ask=str))
     assert (settled.host, size) == (0, 8 << 30) and settled.on_device > settled.available
+    _, size = vllm_engine._settled(replace(plan, ranks=2), "cuda:0", replace(DEFAULT, ask=str))
+    assert size == 4 << 30, "nobody reads the master of a rank"
 
 
 # ---------------------------------------------------------------- the canary's load

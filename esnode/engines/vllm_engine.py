@@ -292,7 +292,7 @@ def load(
     plan, cache = _settled(plan, device, wish)
     report(plan)
     memory.require(plan, lock.model)
-    engine = vllm_start.start(lock, folder, kind, threads, count, wish, cache)
+    engine = vllm_start.start(lock, folder, kind, threads, count, cache, wish)
     ranks = Ranks(engine)
     fingerprint = _fingerprint(lock, device, version, count, cache)
     if count > 1:

@@ -83,19 +83,19 @@ def start(
     kind: str,
     threads: int | None,
     ranks: int,
+    cache: int,
     wish: Wish = DEFAULT,
-    cache: int | None = None,
 ) -> LLMEngine:
     """vLLM's engine with dummy weights: the real ones are written through the map.
 
-    `cache`: bytes for keys and values on each rank, by default the most of this kind of device.
+    `cache`: bytes for keys and values on each rank, see `CACHES`.
     """
     with _aside(wish.chatter):
-        return _started(lock, folder, kind, threads, ranks, wish, cache or CACHES[kind][0].size)
+        return _started(lock, folder, kind, threads, ranks, cache, wish)
 
 
 def _started(
-    lock: Lock, folder: Path, kind: str, threads: int | None, ranks: int, wish: Wish, cache: int
+    lock: Lock, folder: Path, kind: str, threads: int | None, ranks: int, cache: int, wish: Wish
 ) -> LLMEngine:
     _sweep()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the core in this process
