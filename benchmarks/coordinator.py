@@ -4,11 +4,12 @@
 
 The server is the real process (CURVE, journal with synchronous = FULL, units.jsonl), pinned to the first of
 `--cores`. The nodes are one socket in this process with a connection and a CURVE key for each, pinned to the
-second. Once all are connected and hold their first units, each answers every Assign at once, with a reward
-out of thin air, so that the coordinator is what is measured: every result is journaled and flushed,
-acknowledged, and answered with the next Assign. A member is one unit of one chunk. A round's results begin
-when all have the commit before it, for real units take longer than a commit. Nothing else should run on the
-two cores.
+second. A third is for the server's libzmq thread, which is on the first otherwise: on a machine with cores to
+spare it has one of its own. Once all are connected and hold their first units, each answers every Assign at
+once, with a reward out of thin air, so that the coordinator is what is measured: every result is journaled
+and flushed, acknowledged, and answered with the next Assign. A member is one unit of one chunk. A round's
+results begin when all have the commit before it, for real units take longer than a commit. Nothing else
+should run on these cores.
 
 Keys of the JSON: `connect_seconds`, first connect to last Welcome; `results_per_second`, `best` and `median`
 of the rounds, first Result to the Ack of the last of nine tenths of them, all in the journal by then (the
@@ -207,10 +208,18 @@ def memory(pid: int) -> tuple[float, float]:
 def processor_seconds(pid: int) -> dict[str, float]:
     """Processor seconds of a process so far: of libzmq's threads and of all others, which are Python's."""
     spent = {"python": 0.0, "libzmq": 0.0}
-    for thread in Path(f"/proc/{pid}/task").iterdir():
-        kind = "libzmq" if (thread / "comm").read_text().startswith("ZMQ") else "python"
+    for thread in _threads(pid):
+        kind = "libzmq" if _is_libzmq(thread) else "python"
         spent[kind] += int((thread / "schedstat").read_text().split()[0]) / 1e9
     return spent
+
+
+def _threads(pid: int) -> list[Path]:
+    return [*Path(f"/proc/{pid}/task").iterdir()]
+
+
+def _is_libzmq(thread: Path) -> bool:
+    return (thread / "comm").read_text().startswith("ZMQ")
 
 
 def measure(folder: Path, nodes: int, members: int, rounds: int, cores: list[int]) -> dict[str, Any]:
@@ -234,8 +243,11 @@ def measure(folder: Path, nodes: int, members: int, rounds: int, cores: list[int
         server = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=log)
     try:
         os.sched_setaffinity(server.pid, {cores[0]})
-        os.sched_setaffinity(0, {cores[-1]})
+        os.sched_setaffinity(0, {cores[1]})
         address = wait_for(lambda: _address(folder), 20)
+        for thread in _threads(server.pid):
+            if len(cores) > 2 and _is_libzmq(thread):
+                os.sched_setaffinity(int(thread.name), {cores[2]})
         key = nodeoptions.pinned_key(folder)
         with zmq.Context() as context:
             found = _run(context, folder, address, key, secrets, lock, rounds, server.pid)
@@ -330,7 +342,7 @@ def _until(pool: Pool, condition: Any, what: str) -> None:
 @click.option("--nodes", default=1000, show_default=True)
 @click.option("--members", default=4096, show_default=True, help="Units of a round; 4096 is the most.")
 @click.option("--rounds", default=3, show_default=True)
-@click.option("--cores", default="0,1", show_default=True, help="Server's core, clients' core.")
+@click.option("--cores", default="0,1", show_default=True, help="Server's core, clients' core[, libzmq's].")
 @click.option("--json", "path", type=click.Path(path_type=Path), help="Write the figures there.")
 def main(nodes: int, members: int, rounds: int, cores: str, path: Path | None) -> None:
     """Measure one coordinator on one core."""

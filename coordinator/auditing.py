@@ -23,7 +23,6 @@ from coordinator.cases import Case, Half
 from coordinator.cells import MEMBER
 from coordinator.claims import there
 from coordinator.events import Audited
-from coordinator.membership import READY
 from coordinator.state import State, admit_evidence
 from coordinator.turn import Turn
 from protocol.lock import Lock
@@ -78,7 +77,7 @@ def give_out(turn: Turn, keys: Sequence[bytes] | None = None) -> None:
             if key != case.first.key
             and len(node.leases) < membership.depth(node)
             and all(lease.unit != unit for lease in node.leases)
-            and membership.standing(node, case.round, turn.now)[0] == READY
+            and not membership.hindrance(node, case.round, turn.now)
         ]
         if room and not turn.round.needs(unit):
             key = min(room)[2]

@@ -116,7 +116,7 @@ class Audits(msgspec.Struct):
 
     def begin(self, case: Case) -> None:
         """One more, which gets the next number."""
-        self.put(replace(case, number=max(self.by_number, default=-1) + 1))
+        self.put(replace(case, number=next(reversed(self.by_number), -1) + 1))
 
     def put(self, case: Case) -> None:
         """A case is as it is now."""

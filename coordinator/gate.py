@@ -38,6 +38,7 @@ _MANY_PARTS = (
     "restarted. If it was not this machine, revoke the key"
 )
 _AT_THE_DOOR = (Enrol, BlobAsk, Hello)
+_WATCHED = frozenset({*_AT_THE_DOOR, Fetch})
 _ONLY_ENROL = "an invite's key may say Enrol and nothing else"
 
 log = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ class Gate:
         self._shut_out: set[bytes] = set()
         self._holders = Holders(self._send_to)
         self._newcomers: dict[bytes, bytes] = {}  # permanent key -> connection that asked to enrol it
-        self._limits = {True: Limits(NODE), False: Limits(NEWCOMER)}
+        self._of_nodes, self._of_newcomers = Limits(NODE), Limits(NEWCOMER)
         self._hellos = Limits(GREETER)
         self._fetches = Limits(FETCHER)
         self._now = 0.0
@@ -128,10 +129,9 @@ class Gate:
         The answer to an Enrol goes to the connection that asked for this key. Returns the bytes the message
         takes on the wire, 0 when there is nobody to send it to.
         """
-        address = None
-        if self._newcomers and isinstance(message, (Enrolled, Refuse)):
-            address = self._newcomers.pop(peer, None)
-        address = address or self._holders.route(peer)
+        address = self._holders.routes.get(peer)
+        if self._newcomers and isinstance(message, Enrolled | Refuse):
+            address = self._newcomers.pop(peer, address)
         if address is None:
             self.counts.dropped[type(message).__name__] += 1
             return 0
@@ -147,8 +147,8 @@ class Gate:
         """Send what was kept: to each connection in as few frames as can be."""
         waiting, self._waiting = self._waiting, {}
         for route, frames in waiting.items():
-            for group in (frames,) if len(frames) == 1 else wire.bundles(frames):
-                self._send_frames(route, group)
+            for group, frame in wire.bundles(frames):
+                self._send_frame(route, frame, group)
         self._shared = None
 
     def close(self, farewell: bool) -> None:
@@ -156,7 +156,7 @@ class Gate:
 
         Leaving the queue is not enough: a node's libzmq throws unread messages away when the connection ends.
         """
-        if farewell and len(self._holders):
+        if farewell and self._holders.routes:
             time.sleep(zmtp.FAREWELL_MS / 1000)
         self._router.disable_monitor()
         self._monitor.close(0)
@@ -176,7 +176,8 @@ class Gate:
         label = self.guests.allowed.get(peer)
         name = label or self._name_of(peer)
         reason = self._barred(peer) if label is None or self._shut_out else ""
-        reason = reason or self._limits[label is not None].spend(peer, size, self._now)
+        limits = self._of_newcomers if label is None else self._of_nodes
+        reason = reason or limits.spend(peer, size, self._now)
         if reason:
             self.counts.refuse(name, reason)
             return None
@@ -191,7 +192,8 @@ class Gate:
             self.counts.refuse(name, "oversized" if oversized else "malformed")
             return None
         self.counts.bytes_in[type(message).__name__] += size
-        if not self._may_say(peer, name, route, message, part):
+        usual = self._holders.routes.get(peer) == route and type(message) not in _WATCHED
+        if not usual and not self._may_say(peer, name, route, message, part):
             return None
         return Received(self._now, peer, message, size)
 
@@ -227,7 +229,7 @@ class Gate:
             return self._from_newcomer(route, message)
         if isinstance(message, _AT_THE_DOOR):
             return self._before_hello(peer, name, route, message, part)
-        if self._holders.route(peer) != route:
+        if self._holders.routes.get(peer) != route:
             self.counts.refuse(name, "before Hello")  # usual after a reconnect
             self._send_to(route, Rehello())
             return False
@@ -263,7 +265,7 @@ class Gate:
         return True
 
     def _on_hello(self, peer: bytes, name: str, route: bytes, place: str) -> bool:
-        held = self._holders.route(peer) is not None
+        held = self._holders.routes.get(peer) is not None
         refusal = self._holders.claim(peer, route, place, self._now)
         if refusal == SUPERSEDED:
             self.counts.refuse(name, "late Hello")
@@ -279,7 +281,7 @@ class Gate:
         if not self._encrypted:
             return route[1:] if len(route) == 1 + KEY_BYTES and route[:1] == zmtp.PLAIN_PREFIX else None
         try:
-            user = part.get("User-Id")
+            user = part.get(b"User-Id")
             key = self._keys.get(user)
             if key is None:
                 key = bytes.fromhex(str(user))
@@ -297,11 +299,11 @@ class Gate:
 
     def _send_to(self, route: bytes, message: Message) -> int:
         """Send to a connection at once; the bytes on the wire, 0 when it is gone or takes nothing more."""
-        return self._send_frames(route, (self._encode(message),))
+        frame = self._encode(message)
+        return self._send_frame(route, frame, (frame,))
 
-    def _send_frames(self, route: bytes, frames: Sequence[bytes]) -> int:
-        """Messages that go together; their bytes on the wire, 0 when they were dropped."""
-        frame = frames[0] if len(frames) == 1 else wire.bundled(frames)
+    def _send_frame(self, route: bytes, frame: bytes, frames: Sequence[bytes]) -> int:
+        """A frame and those it carries; its bytes on the wire, 0 when it was dropped."""
         try:
             self._put(route, _MORE)
             if len(frame) > SHARED_BYTES:
@@ -311,14 +313,15 @@ class Gate:
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise
-            self.counts.dropped.update(map(wire.kind_of, frames))
+            self.counts.dropped.update(wire.NAMES[frame[1]] for frame in frames)
             return 0
-        size = left = zmtp.wire_size(len(frame), self._encrypted)
+        size = rest = zmtp.wire_size(len(frame), self._encrypted)
         out = self.counts.bytes_out
         for inner in frames[1:]:
-            out[wire.kind_of(inner)] += len(inner) + _IN_BUNDLE
-            left -= len(inner) + _IN_BUNDLE
-        out[wire.kind_of(frames[0])] += left
+            share = len(inner) + _IN_BUNDLE
+            out[wire.NAMES[inner[1]]] += share
+            rest -= share
+        out[wire.NAMES[frames[0][1]]] += rest
         return size
 
     def _share(self, frame: bytes) -> zmq.Frame:

@@ -11,7 +11,6 @@ the old connection can still be told, and three of them within a minute mean two
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import NamedTuple
 
 from protocol.messages import Bye, Message, Refuse
 
@@ -25,45 +24,33 @@ TWO_MACHINES = (
 )
 
 
-class Holder(NamedTuple):
-    """A connection: libzmq's routing id, and the network address it comes from."""
-
-    route: bytes
-    place: str
-
-
 class Holders:
-    """The holder of every key that said Hello. Bounded by the list of admitted keys."""
+    """The holder of every key that said Hello. Bounded by the list of admitted keys.
+
+    `routes`: where messages for a key go, libzmq's routing id of its connection; only read by others.
+    """
 
     def __init__(self, tell: Callable[[bytes, Message], int]) -> None:
         """`tell(route, message)` sends at once; 0 when the connection is gone or takes nothing more."""
+        self.routes: dict[bytes, bytes] = {}
         self._tell = tell
-        self._holders: dict[bytes, Holder] = {}
+        self._places: dict[bytes, str] = {}  # the network address it comes from
         self._swaps: dict[bytes, list[float]] = {}
         self._refused: dict[bytes, tuple[float, str]] = {}  # until when, and why
 
-    def route(self, peer: bytes) -> bytes | None:
-        """Where messages for a key go."""
-        holder = self._holders.get(peer)
-        return holder.route if holder else None
-
     def place(self, peer: bytes) -> str:
         """The network address a key's connection comes from; empty when there is none."""
-        holder = self._holders.get(peer)
-        return holder.place if holder else ""
-
-    def __len__(self) -> int:
-        return len(self._holders)
+        return self._places.get(peer, "")
 
     def drop(self, peer: bytes) -> bytes | None:
         """Forget a key's connection; its route, should it have to be told."""
-        holder = self._holders.pop(peer, None)
-        return holder.route if holder else None
+        self._places.pop(peer, None)
+        return self.routes.pop(peer, None)
 
     def keep(self, peers: Collection[bytes]) -> None:
         """Forget the connections of all other keys."""
-        for peer in self._holders.keys() - peers:
-            del self._holders[peer]
+        for peer in self.routes.keys() - peers:
+            self.drop(peer)
 
     def claim(self, peer: bytes, route: bytes, place: str, now: float) -> str:
         """A Hello over this connection. Empty: it holds the key now; else why it is refused.
@@ -73,20 +60,23 @@ class Holders:
         until, words = self._refused.get(peer, (0.0, ""))
         if now < until:
             return words
-        old = self._holders.get(peer)
-        if old is not None and _older(route, old.route):
+        old = self.routes.get(peer)
+        if old is not None and _older(route, old):
             return SUPERSEDED
-        if old is not None and old.route != route:
+        if old is not None and old != route:
             swaps = [at for at in self._swaps.get(peer, []) if now - at < SWAP_SECONDS]
-            words = TWO_MACHINES.format(old.place, place, MAX_SWAPS) if len(swaps) + 1 >= MAX_SWAPS else ""
-            if self._tell(old.route, Refuse(words) if words else Bye(SUPERSEDED)):
+            words = (
+                TWO_MACHINES.format(self.place(peer), place, MAX_SWAPS) if len(swaps) + 1 >= MAX_SWAPS else ""
+            )
+            if self._tell(old, Refuse(words) if words else Bye(SUPERSEDED)):
                 swaps.append(now)
                 if words:
                     self._refused[peer] = (now + SWAP_SECONDS, words)
-                    del self._holders[peer], self._swaps[peer]
+                    del self._swaps[peer]
+                    self.drop(peer)
                     return words
             self._swaps[peer] = swaps
-        self._holders[peer] = Holder(route, place)
+        self.routes[peer], self._places[peer] = route, place
         return ""
 
 

@@ -44,18 +44,20 @@ class Limits:
 
     def spend(self, peer: bytes, size: int, now: float) -> str:
         """Take one message of `size` bytes from the peer's buckets; a short reason when it is too much."""
-        rate, level = self._rate, self._levels.get(peer)
+        level = self._levels.get(peer)
         if level is None:
-            level = self._levels[peer] = [rate.message_burst, rate.byte_burst, now]
-        passed = now - level[2]
-        if passed > 0:
-            level[0] = min(rate.message_burst, level[0] + passed * rate.messages)
-            level[1] = min(rate.byte_burst, level[1] + passed * rate.bytes)
+            level = self._levels[peer] = [self._rate.message_burst, self._rate.byte_burst, now]
+        messages, left, since = level
+        if now > since:
+            rate, burst, byte_rate, byte_burst = self._rate
             level[2] = now
-        if level[0] < 1:
+            messages += (now - since) * rate
+            level[0] = messages = messages if messages < burst else burst
+            left += (now - since) * byte_rate
+            level[1] = left = left if left < byte_burst else byte_burst
+        if messages < 1:
             return TOO_MANY
-        if level[1] < size:
+        if left < size:
             return TOO_MUCH  # what is dropped costs nothing: the next one passes as soon as there is room
-        level[0] -= 1
-        level[1] -= size
+        level[0], level[1] = messages - 1, left - size
         return ""

@@ -154,6 +154,11 @@ def commits_below(chain: Chain, height: int) -> int:
 
 def standing(node: Node, round: int, now: float) -> tuple[str, str]:
     """How a node stands while `round` is open: its standing and the reason. Only READY gets new units."""
+    return hindrance(node, round, now) or (READY, f"after {rounds(node.applied)}")
+
+
+def hindrance(node: Node, round: int, now: float) -> tuple[str, str] | None:
+    """What keeps a node from new units, as `standing` says it; None for nothing."""
     silent = now - node.heard
     if node.paused and silent > LOST_AFTER:  # it would say again and again that it is there
         return LOST, f"{node.paused}, and silent for {silent:.0f} s"
@@ -177,7 +182,7 @@ def standing(node: Node, round: int, now: float) -> tuple[str, str]:
         return BEHIND, f"it has applied {node.applied} of {rounds(round)}"
     if node.stalled:
         return STALLED, f"member {node.stalled[0].member} stands still at {node.stalled[1] / 10:.0f}%"
-    return READY, f"after {rounds(node.applied)}"
+    return None
 
 
 def alive(node: Node, now: float) -> bool:

@@ -1,4 +1,4 @@
-"""The coordinator's command line, and the limit of open files it needs.
+"""The coordinator's command line.
 
 Shell. Called by `server.py`; `esnode coordinator serve` writes these words.
 """
@@ -6,22 +6,8 @@ Shell. Called by `server.py`; `esnode coordinator serve` writes these words.
 from __future__ import annotations
 
 import argparse
-import errno
-import logging
-import resource
 from collections.abc import Sequence
 from pathlib import Path
-
-from protocol.errors import UserError
-from protocol.logfile import remedy
-
-SPARE_FILES = 64  # descriptors beyond one per node
-FEWEST_FILES = 48  # it does not start with less
-MOST_FILES = 65_536  # taken when the system allows it: who will be invited is not known at the start
-
-
-class TooFewFiles(UserError):
-    """The system lets this process open too few files to work at all."""
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -58,18 +44,3 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--force", action="store_true", help="a successor does not count who has answered")
     parser.add_argument("--metrics", metavar="[HOST:]PORT", help="serve numbers for Prometheus there")
     return parser.parse_args(arguments)
-
-
-def raise_file_limit(nodes: int, log: logging.Logger) -> None:
-    """One descriptor per connection: use what the system allows, and say so when it is too little."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    allowed = MOST_FILES if hard == resource.RLIM_INFINITY else min(MOST_FILES, hard)
-    if soft < allowed:
-        soft = allowed
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    if soft < FEWEST_FILES:  # libzmq would end the process without a word of ours
-        raise TooFewFiles(f"this process may open {soft} files only; {remedy(errno.EMFILE)}")
-    if soft < nodes + SPARE_FILES:
-        log.warning(
-            "the limit of open files (%d) is too low for %d nodes; raise it with ulimit -n", soft, nodes
-        )

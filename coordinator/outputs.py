@@ -109,7 +109,7 @@ class Outputs:
         """`folder` is the run's."""
         self._metrics = JsonLines(folder / "metrics.jsonl")
         self._units = JsonLines(folder / "units.jsonl")
-        self._accepted: list[tuple[ResultAccepted, str, dict[str, int]]] = []
+        self._accepted: list[UnitLine] = []
         self._log = log
         self._lines = Limits(LINES)
         self._left_out: Counter[bytes] = Counter()
@@ -124,8 +124,26 @@ class Outputs:
             self._say(level, note)
 
     def unit(self, record: ResultAccepted, node: str, sizes: dict[str, int]) -> None:
-        """Write one accepted result. `node`: its evaluator's name; `sizes`: bytes by message type."""
-        self._accepted.append((record, node, sizes))
+        """Write one accepted result. `node`: its evaluator's name; `sizes`: bytes by message type.
+
+        More of these may be known before the next `flush`.
+        """
+        result, unit = record.result, record.result.unit
+        line = UnitLine(
+            unit.kind,
+            0.0,
+            unit.round,
+            unit.member,
+            unit.first,
+            unit.last,
+            node,
+            result.tokens,
+            result.times,
+            result.sums,
+            result.floored,
+            sizes,
+        )
+        self._accepted.append(line)
 
     def _say(self, level: int, note: Note) -> None:
         """A line of the log, unless too many of its kind were about this node."""
@@ -141,7 +159,9 @@ class Outputs:
         """Hand the lines written so far to the system."""
         if self._accepted:
             now = round(time.time(), 3)
-            self._units.write([_unit_line(now, *row) for row in self._accepted])
+            for line in self._accepted:
+                line.time = now
+            self._units.write(self._accepted)
             self._accepted = []
         self._metrics.flush()
         self._units.flush()
@@ -150,24 +170,6 @@ class Outputs:
         """Let go of the files."""
         self._metrics.close()
         self._units.close()
-
-
-def _unit_line(now: float, record: ResultAccepted, node: str, sizes: dict[str, int]) -> UnitLine:
-    result, unit = record.result, record.result.unit
-    return UnitLine(
-        unit.kind,
-        now,
-        unit.round,
-        unit.member,
-        unit.first,
-        unit.last,
-        node,
-        result.tokens,
-        result.times,
-        result.sums,
-        result.floored,
-        sizes,
-    )
 
 
 def _sentence(path: Path, error: OSError) -> str:

@@ -9,7 +9,6 @@ in one sentence on stderr, 3 another coordinator is at work, 70 a bug.
 from __future__ import annotations
 
 import argparse
-import gc
 import logging
 import os
 import signal
@@ -26,7 +25,7 @@ if __name__ == "__main__":  # during the imports below nothing is held yet: Ctrl
 
 import zmq
 
-from coordinator import amend, greeting, heir, machine, reach
+from coordinator import amend, greeting, heir, machine, process, reach
 from coordinator.admin import Admin
 from coordinator.blobs import Shelf
 from coordinator.events import (
@@ -47,7 +46,7 @@ from coordinator.events import (
 )
 from coordinator.gate import BindError, Gate
 from coordinator.journal import Journal, entries_of
-from coordinator.options import parse, raise_file_limit
+from coordinator.options import parse
 from coordinator.orders import Orders
 from coordinator.outputs import Outputs
 from coordinator.relay import read_status
@@ -67,7 +66,6 @@ TICK_SECONDS = 0.25
 BATCH = 512  # frames per turn: one flush for all of them
 EXIT_BUG = 70
 EXIT_INTERRUPTED = 130
-GC_AFTER = 50_000  # new objects between looks for cycles
 
 
 class Server:
@@ -318,7 +316,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _serve(setup: Setup, options: argparse.Namespace, log: logging.Logger) -> int:
-    raise_file_limit(len(setup.roster), log)
+    process.raise_file_limit(len(setup.roster), log)
+    process.take_turns()
     scrape = None
     if options.metrics:
         from coordinator.scrape import Scrape  # late: it loads a web server that few ask for
@@ -344,8 +343,7 @@ def _serve(setup: Setup, options: argparse.Namespace, log: logging.Logger) -> in
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
-    gc.freeze()  # what a start has read lives as long as the process
-    gc.set_threshold(GC_AFTER)  # values hold no cycles: looking at all of them often would find nothing
+    process.keep_memory()
     try:
         return server.run(options.invites)
     finally:

@@ -270,7 +270,8 @@ class Turn:
     def give(self, key: bytes, unit: Unit, why: str) -> None:
         """Lease a unit to a node and tell it."""
         node, now = self.own(key), self.now
-        node.leases = placed(node.hello.lanes, (*node.leases, Lease(unit, now, now, now)), now)
+        began = now if len(node.leases) < node.hello.lanes else None
+        node.leases = (*node.leases, Lease(unit, now, now, now, began=began))
         node.why = why
         self.round = rounds.lease(self.draft(), unit, 1)
         self.send(key, Assign(unit, self.round.parent[:8], LEASE_SECONDS))

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from coordinator import auditing, disputes, donors, leases, membership, rounds
 from coordinator.events import ResultAccepted, UnitFailed
 from coordinator.leases import Pool, Rescue
-from coordinator.membership import READY, Lease, Node
+from coordinator.membership import Lease, Node
 from coordinator.state import State, measure
 from coordinator.turn import Turn
 from protocol.counting import nth
@@ -167,7 +167,7 @@ def give_up(turn: Turn, only: Unit | None = None) -> None:
 def hopeless(pool: Turn | State, cells: rounds.Cells) -> tuple[bool, str]:
     """Whether a member of the open round is given up, by the nodes that are there, and why (not)."""
     number, now = pool.chain.round, pool.now
-    able = [node for node in pool.nodes.values() if membership.standing(node, number, now)[0] == READY]
+    able = [node for node in pool.nodes.values() if not membership.hindrance(node, number, now)]
     others = sum(node.number not in cells.failures for node in able)  # could get it, have not failed at it
     return rounds.void_verdict(cells, len(pool.alive), others)
 
@@ -258,7 +258,7 @@ def _feed(turn: Turn, hungry: list[bytes]) -> None:
 
 def _may_work(turn: Turn, key: bytes) -> bool:
     node = turn.nodes[key]
-    return membership.standing(node, turn.round.number, turn.now)[0] == READY and disputes.fits(turn, key)
+    return not membership.hindrance(node, turn.round.number, turn.now) and disputes.fits(turn, key)
 
 
 def _look_at_pool(turn: Turn, ready: list[Node]) -> Pool:

@@ -151,7 +151,7 @@ class Link:
             except wire.MalformedMessage as error:
                 log.warning("a malformed message of the coordinator is dropped: %s", error)
                 continue
-            self.bytes_in[wire.kind_of(frames[0])] += size
+            self.bytes_in[wire.NAMES[frames[0][1]]] += size
             messages += found
         return messages
 

@@ -35,10 +35,11 @@ from protocol.ranges import LENGTHS, MAX_CHUNKS, MAX_ENTRIES, fault, reader
 TABLE = (*SCHEMA, *PEER_SCHEMA)
 RULE_BY_TAG = {rule.tag: rule for rule in TABLE}
 RULE_BY_TYPE = {rule.type: rule for rule in TABLE}
-_NAMES = {rule.tag: rule.type.__name__ for rule in TABLE}
+NAMES = {rule.tag: rule.type.__name__ for rule in TABLE}  # by the second byte of a frame that `encode` made
 _SENDERS = {rule.tag: rule.sender.split(", ") for rule in TABLE}
 _READERS = {rule.type: reader(rule.type) for rule in TABLE}
 _PACK = msgspec.msgpack.Encoder().encode
+_BUNDLE = RULE_BY_TYPE[Bundle].tag
 MAX_FRAME = max(rule.limit for rule in TABLE)  # what MAXMSGSIZE must let through
 _EARLY = (Hello, Enrol)
 _WORDS = {
@@ -161,8 +162,20 @@ def _rule(frame: bytes, sender: str) -> Rule:
     return rule
 
 
-def bundles(frames: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
-    """These frames in order, in groups that may travel as one: what is large goes by itself."""
+def bundles(frames: Sequence[bytes]) -> list[tuple[Sequence[bytes], bytes]]:
+    """Frames that `encode` made, in order: groups that travel as one, each with the frame that carries it.
+
+    A frame by itself needs no Bundle, and what is large goes by itself.
+    """
+    if len(frames) == 1:
+        return [(frames, frames[0])]
+    bundle = _PACK((_BUNDLE, frames))
+    if 0 < len(frames) <= MOST_FRAMES and len(bundle) <= LONGEST_FRAME:
+        return [(frames, bundle)]
+    return [(group, group[0] if len(group) == 1 else _PACK((_BUNDLE, group))) for group in _groups(frames)]
+
+
+def _groups(frames: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
     first = 0
     for k, frame in enumerate(frames):
         large = len(frame) > LONGEST_FRAME
@@ -174,16 +187,6 @@ def bundles(frames: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
             first = k + 1
     if first < len(frames):
         yield frames[first:]
-
-
-def bundled(frames: Sequence[bytes]) -> bytes:
-    """The Bundle of a group that `bundles` made of what `encode` made."""
-    return _PACK((RULE_BY_TYPE[Bundle].tag, frames))
-
-
-def kind_of(frame: bytes) -> str:
-    """The name of the message in a frame that `encode` made."""
-    return _NAMES[frame[1]]
 
 
 def decode_all(frame: bytes) -> list[AnyMessage]:
