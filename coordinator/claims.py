@@ -55,7 +55,11 @@ class Fault(msgspec.Struct, frozen=True):
 
     count: int
     commits: int
-    reason: str
+    told: tuple[str, ...]  # the reasons of that state: a message may come twice, the second time late
+
+    @property
+    def reason(self) -> str:
+        return self.told[-1]
 
 
 def sides(words: Mapping[bytes, int], stated: int | None) -> dict[int, list[bytes]]:

@@ -287,8 +287,9 @@ def on_rederived(turn: Turn, peer: bytes, message: Rederived) -> None:
     if problem:
         return turn.count("misfit answers to a dispute", f"{name}: {problem}")
     if not message.held:
-        _blame(turn, peer, message.commits, f"{message.reason}; it has mended them")
-        return observe(turn, peer, message.commits, message.digest)
+        if _blame(turn, peer, message.commits, f"{message.reason}; it has mended them"):
+            observe(turn, peer, message.commits, message.digest)
+        return
     late = state.proof.dispute is not None and state.proof.dispute.base and message.since
     if message.commits != state.chain.round or late:
         return
@@ -343,11 +344,14 @@ def _confirmed(turn: Turn, peer: bytes, message: Rederived) -> None:
     settle(turn)
 
 
-def _blame(turn: Turn, peer: bytes, commits: int, reason: str) -> None:
-    """Count a fault of a node once, drop what it measured in the open round, and take its units back."""
+def _blame(turn: Turn, peer: bytes, commits: int, reason: str) -> bool:
+    """Count a fault of a node once, drop what it measured in the open round, and take its units back.
+
+    False: it is counted already.
+    """
     old = turn.state.faults.get(peer)
-    if old is not None and (old.commits, old.reason) == (commits, reason):
-        return
+    if old is not None and old.commits == commits and reason in old.told:
+        return False
     record = FaultFound(peer, commits, reason)
     turn.persist(record)
     turn.state = blame(turn.state, record)
@@ -355,10 +359,11 @@ def _blame(turn: Turn, peer: bytes, commits: int, reason: str) -> None:
     (name,) = standoff.names(turn, [peer])
     turn.note("dispute", round=commits, what="at fault", node=name, reason=reason)
     if peer not in turn.nodes:
-        return
+        return True
     turn.take_all(peer)
     if (count := turn.state.faults[peer].count) >= FAULTS_TO_LEAVE:
         _send_away(turn, peer, f"its replica was at fault {count} times, the last time: {reason}")
+    return True
 
 
 def _strike(turn: Turn, key: bytes, reason: str) -> None:

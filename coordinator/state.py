@@ -246,7 +246,8 @@ def drop(state: State, evaluator: int) -> State:
 def blame(state: State, record: FaultFound) -> State:
     """A node was at fault."""
     old = state.faults.get(record.key)
-    fault = Fault((old.count if old else 0) + 1, record.commits, record.reason)
+    told = old.told if old is not None and old.commits == record.commits else ()
+    fault = Fault((old.count if old else 0) + 1, record.commits, (*told, record.reason))
     number = state.numbers.get(record.key)
     if number is not None:
         state = drop(state, number)

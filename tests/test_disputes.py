@@ -271,6 +271,23 @@ def test_faults_survive_a_restart_and_five_send_the_machine_away() -> None:
     assert desk.state.faults[key_of("a")].count == 5
 
 
+def test_a_report_that_comes_twice_is_one_fault_and_its_old_word_is_not_heard() -> None:
+    """Seed 700875: what a node said of its damage came again, after the dispute about that was settled."""
+    desk = second_round("a", "b", "c")
+    for name in "abc":
+        desk.applied(name, RIGHT)
+    report = Rederived(1, (), (), (), WRONG, 0, "esnode 0.1", "a flip; replay gives another digest", 0)
+    desk.say("a", report)
+    desk.say("a", TensorDigests(1, 0, 1, (WRONG,)))
+    desk.say("b", TensorDigests(1, 0, 1, (RIGHT,)))
+    rederived(desk, "a", WRONG, RIGHT)
+    rederived(desk, "b", RIGHT, RIGHT)
+    assert desk.state.proof.dispute is None
+    count = desk.state.faults[key_of("a")].count
+    desk.say("a", report)
+    assert desk.state.faults[key_of("a")].count == count and desk.state.proof.dispute is None
+
+
 # ---------------------------------------------------------------- whole runs
 
 

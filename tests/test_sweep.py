@@ -35,6 +35,7 @@ KNOWN_BAD: dict[int, str] = {
     700524: "a lost coordinator had signed in a term that no ledger showed: its successor took the same",
     913719: "a third successor took over from an era whose waiting successor it had met: simulator",
     700267: "a successor with a copied key was taken for the lost coordinator: another one began beside it",
+    700875: "a report of damage came a second time, late: its node was at fault once more, and sent away",
     68: "a torn ledger file under a running node was a fault of the simulator itself",
 }
 FIXED = range(40)
