@@ -123,7 +123,7 @@ def open_ledger(path: str | Path) -> Ledger:
 
     Hash links, signatures and every rule of docs/ledger-format.md are checked; damage is reported in
     `damage`, not raised, so that what precedes it can still be used. LedgerMissing when there is no such
-    file, DamagedLedger when not even its first entry is sound.
+    file or nothing in it yet, DamagedLedger when not even its first entry is sound.
     """
     path = Path(path)
     if path.is_dir():
@@ -132,10 +132,17 @@ def open_ledger(path: str | Path) -> Ledger:
         raise LedgerMissing(
             f"there is no ledger {path}. A run's ledger is the file run.ledger in its folder."
         )
+    if not begun(path):
+        raise LedgerMissing(f"{path} holds nothing yet: no coordinator has begun the run.")
     reading = ledger_file.read(path)
     if not reading.chain.height:
         raise DamagedLedger(f"{path} cannot be used: {reading.problem}.")
     return Ledger(path, reading.chain, reading.ended, reading.problem)
+
+
+def begun(path: Path) -> bool:
+    """Whether a ledger file is there and holds more than its first words, which an opening writes."""
+    return path.is_file() and path.stat().st_size != len(ledger_file.MAGIC)
 
 
 def damage_of(ledger: Ledger) -> str | None:

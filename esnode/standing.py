@@ -28,7 +28,7 @@ def of(path: Path) -> dict[str, Any]:
     except admin.NoCoordinator:
         pass
     rounds = planfile.read_plan(place.plan).ops.rounds
-    if not place.ledger.exists():
+    if not rebuild.begun(place.ledger):
         state, reason = _beginning(place)
         run = folder.lock_of(place).run_id.hex() if place.lock.exists() else None
         return {"state": state, "reason": reason, "run": run, "round": 0, "rounds": rounds}

@@ -100,6 +100,9 @@ def test_what_does_not_exist_is_named(case: Case, tmp_path: Path) -> None:
     for round in (-1, ROUNDS + 1):
         with pytest.raises(NoSuchRound, match=f"weights after 0 to {ROUNDS}, not after"):
             rebuild.at(case.path, round, str(case.model))
+    (tmp_path / "run.ledger").write_bytes(ledger.MAGIC)
+    with pytest.raises(LedgerMissing, match="holds nothing yet: no coordinator has begun"):
+        rebuild.open_ledger(tmp_path)
     (tmp_path / "run.ledger").write_bytes(b"")
     with pytest.raises(DamagedLedger, match="cannot be used: damaged at byte 0"):
         rebuild.open_ledger(tmp_path)
