@@ -345,24 +345,19 @@ def _confirmed(turn: Turn, peer: bytes, message: Rederived) -> None:
 
 
 def _blame(turn: Turn, peer: bytes, commits: int, reason: str) -> bool:
-    """Count a fault of a node once, drop what it measured in the open round, and take its units back.
-
-    False: it is counted already.
-    """
+    """Count a fault of a node, drop what it measured in the open round, take its units back; not twice."""
     old = turn.state.faults.get(peer)
     if old is not None and old.commits == commits and reason in old.told:
         return False
-    record = FaultFound(peer, commits, reason)
-    turn.persist(record)
+    turn.persist(record := FaultFound(peer, commits, reason))
     turn.state = blame(turn.state, record)
     turn.count("faults")
     (name,) = standoff.names(turn, [peer])
     turn.note("dispute", round=commits, what="at fault", node=name, reason=reason)
-    if peer not in turn.nodes:
-        return True
-    turn.take_all(peer)
-    if (count := turn.state.faults[peer].count) >= FAULTS_TO_LEAVE:
-        _send_away(turn, peer, f"its replica was at fault {count} times, the last time: {reason}")
+    if peer in turn.nodes:
+        turn.take_all(peer)
+        if (count := turn.state.faults[peer].count) >= FAULTS_TO_LEAVE:
+            _send_away(turn, peer, f"its replica was at fault {count} times, the last time: {reason}")
     return True
 
 

@@ -24,6 +24,7 @@ from coordinator.limits import FETCHER, GREETER, NEWCOMER, NODE, Limits
 from protocol import wire, zmtp
 from protocol.errors import UserError
 from protocol.keys import KEY_BYTES
+from protocol.logfile import why_not_bound
 from protocol.messages import BlobAsk, Bye, Enrol, Enrolled, Fetch, Hello, Message, Refuse, Rehello
 
 UNKNOWN = "unknown"  # the peer of a refusal when no admitted key was proved
@@ -103,7 +104,7 @@ class Gate:
         except ValueError as error:
             raise BindError(str(error)) from error
         except zmq.ZMQError as error:
-            raise BindError(sockets.why_not_bound(address, error)) from error
+            raise BindError(why_not_bound(address, error.errno)) from error
         return str(self._router.getsockopt_string(zmq.LAST_ENDPOINT))
 
     def receive(self, limit: int) -> list[Received]:

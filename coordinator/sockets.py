@@ -5,8 +5,6 @@ Shell. Called by `gate.py`; opens nothing but the socket itself.
 
 from __future__ import annotations
 
-import errno
-import os
 from typing import Any
 
 import zmq
@@ -46,17 +44,6 @@ def router(context: zmq.Context[Any], secret: bytes | None) -> zmq.Socket[Any]:
         socket.setsockopt(zmq.CURVE_PUBLICKEY, curve_public(secret))
         socket.setsockopt(zmq.ZAP_DOMAIN, zmtp.ZAP_DOMAIN)
     return socket
-
-
-def why_not_bound(address: str, error: zmq.ZMQError) -> str:
-    """Why an address cannot be listened on, in one sentence."""
-    if error.errno == errno.EADDRINUSE:
-        return f"{address} is in use by another program; choose another port, or port 0 for any free one"
-    if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):
-        return f"{address} is no address of this machine; use 127.0.0.1, 0.0.0.0 or one of its own"
-    if error.errno == errno.EACCES:
-        return f"no permission to listen on {address}; choose a port above 1023"
-    return f"cannot listen on {address}: {os.strerror(error.errno or 0)}"
 
 
 def handshake_failure(event: int, value: int) -> str | None:

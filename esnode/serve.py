@@ -6,8 +6,10 @@ one of `esnode run`, so either command continues what the other began. Called by
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -18,9 +20,10 @@ from esnode import begin, children, folder, planfile, salvage
 from esnode.begin import Request
 from esnode.folder import RunFolder, write_file
 from esnode.tell import Tell
-from protocol import keys, ledger, plan
+from protocol import keys, ledger, plan, zmtp
 from protocol.errors import UserError, cut
 from protocol.lock import Lock
+from protocol.logfile import why_not_bound
 from protocol.plan import Ops, Plan
 
 _RECOVERED = "recovered"  # folder of what was fetched from nodes
@@ -62,6 +65,20 @@ def take(order: Order) -> tuple[RunFolder, int]:
             )
         order.data.mkdir(parents=True, exist_ok=True)
     return place, folder.occupy(place, "--data")
+
+
+def require_free(bind: str) -> None:
+    """Refuse an address that another program listens on, before a model is read for minutes."""
+    host, port = zmtp.host_and_port(bind)
+    try:
+        places = socket.getaddrinfo(None if host == "*" else host.strip("[]"), port, flags=socket.AI_PASSIVE)
+        family, _, _, _, place = places[0]
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as libzmq does
+            probe.bind(place)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:  # what else there is the coordinator finds out
+            raise ServeError(why_not_bound(bind, error.errno)) from error
 
 
 def recover(place: RunFolder, order: Order, tell: Tell) -> Order:

@@ -1,4 +1,5 @@
-"""How both processes log: every line with time and level in one file, short lines on stderr.
+"""How both processes log: every line with time and level in one file, short lines on stderr; and how they put
+what the system refused.
 
 Lives here because coordinator and node do it alike. A parent that collects stderr in that very file gets each
 line once. Names and reasons come from elsewhere: characters that could drive a terminal are replaced, further
@@ -99,6 +100,17 @@ def remedy(number: int | None) -> str:
     if number in (errno.EMFILE, errno.ENFILE):
         return "this process may open too few files: raise the limit (ulimit -n, 256 or more) and start again"
     return "mend the disk or the folder and start again"
+
+
+def why_not_bound(address: str, number: int | None) -> str:
+    """Why an address cannot be listened on, by the system's error number."""
+    if number == errno.EADDRINUSE:
+        return f"{address} is in use by another program; choose another port, or port 0 for any free one"
+    if number in (errno.EADDRNOTAVAIL, errno.ENODEV):
+        return f"{address} is no address of this machine; use 127.0.0.1, 0.0.0.0 or one of its own"
+    if number == errno.EACCES:
+        return f"no permission to listen on {address}; choose a port above 1023"
+    return f"cannot listen on {address}: {os.strerror(number or 0)}"
 
 
 def _same_file(path: Path) -> bool:

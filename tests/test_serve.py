@@ -256,6 +256,16 @@ def test_the_folder_is_taken(toy: Place) -> None:
         assert "is in use by process" in toy.refused(*words, str(toy.run))
 
 
+def test_an_address_in_use_is_refused_before_anything_is_made(toy: Place) -> None:
+    toy.serve()
+    address, fresh = (toy.run / "coordinator" / "address").read_text().strip(), toy.root / "fresh"
+    sentence = toy.refused(
+        "coordinator", "serve", str(toy.run / "plan.toml"), "--data", str(fresh), "--bind", address
+    )
+    assert f"{address} is in use by another program" in sentence
+    assert [entry.name for entry in fresh.iterdir()] == [".busy"]
+
+
 def test_another_plan_on_the_same_folder_is_refused_in_one_sentence(toy: Place) -> None:
     other = toy.root / "other.toml"
     other.write_text(PLAN.format(rounds=4).replace("alpha = 0.0625", "alpha = 0.125"))

@@ -142,6 +142,7 @@ def serve(
         recover=recover_from,
     )
     place, descriptor = serving.take(order)
+    serving.require_free(bind)
     with progress.bars(Console(stderr=True)) as tell:
         order = serving.recover(place, order, tell)
         serving.settle(place, order, tell)
