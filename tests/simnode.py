@@ -210,7 +210,8 @@ class SimNode(Actor):
             case ne.Store(first, raws):
                 self._store(first, raws)
             case ne.Orphan(first, raws):
-                require(tuple(self.disk.raws[first:]) == raws, f"{self.name} orphans what it does not hold")
+                held = tuple(self.disk.raws[first : first + len(raws)])  # a damaged one may lie behind these
+                require(held == raws, f"{self.name} orphans what it does not hold")
                 if not self.out_of_room():
                     self.disk.orphans.append((first, raws))
                     del self.disk.raws[first:]

@@ -36,6 +36,7 @@ KNOWN_BAD: dict[int, str] = {
     913719: "a third successor took over from an era whose waiting successor it had met: simulator",
     700267: "a successor with a copied key was taken for the lost coordinator: another one began beside it",
     700875: "a report of damage came a second time, late: its node was at fault once more, and sent away",
+    710457: "a node left a branch with a damaged entry behind it, which a notebook sets aside: simulator",
     68: "a torn ledger file under a running node was a fault of the simulator itself",
 }
 FIXED = range(40)
