@@ -47,7 +47,8 @@ def on_result(turn: Turn, peer: bytes, result: Result) -> None:
     if _chosen(turn, result.unit, share) and len(turn.alive) > 1:
         audits.begin(Case(result.unit.round, half))
         turn.count("audits begun")
-    give_out(turn, None if len(turn.nodes) <= SMALL_POOL else [peer])
+    if turn.audits.idle:
+        give_out(turn, None if len(turn.nodes) <= SMALL_POOL else [peer])
 
 
 def _half(turn: Turn, peer: bytes, result: Result) -> Half:
@@ -129,8 +130,7 @@ def on_second(turn: Turn, peer: bytes, result: Result) -> bool:
     if held is not None:
         node = turn.nodes[peer]
         pace = membership.pace_after(node, held.unit, held, turn.now)
-        tally = replace(node.tally, accepted=node.tally.accepted + 1)
-        turn.set_node(replace(node, pace=pace, stalled=None, tally=tally))
+        turn.set_node(replace(node, pace=pace, stalled=None, accepted=node.accepted + 1))
     turn.send(peer, Ack(result.unit, "ok"))  # nobody is told that it was an audit
     second = _half(turn, peer, result)
     mine, theirs = turn.audits.references(case.first)

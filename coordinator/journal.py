@@ -64,13 +64,13 @@ def rows_of(records: Iterable[Record]) -> Iterator[tuple[int, int | None, int, b
     """
     for round_, run in groupby(records, _round_of_result):
         found = [*run]
-        stored = map(encode, found) if round_ is None else [(_RESULTS, round_, _PACK(found))]
+        stored = map(encode, found) if round_ is None else [(_RESULTS, min(round_, _MAX_ROUND), _PACK(found))]
         for kind, number, body in stored:
             yield kind, number, zlib.crc32(body), body
 
 
 def _round_of_result(record: Record) -> int | None:
-    return min(record.result.unit.round, _MAX_ROUND) if isinstance(record, ResultAccepted) else None
+    return record.result.unit.round if isinstance(record, ResultAccepted) else None
 
 
 def encode(record: Record) -> tuple[int, int | None, bytes]:

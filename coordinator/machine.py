@@ -273,7 +273,7 @@ def _on_hello(turn: Turn, peer: bytes, hello: Hello) -> None:
     node = replace(node, astray=place.astray, quarantined=state.quarantined.get(peer, ""))
     auditing.forget(turn, peer)
     if old is not None:
-        node = replace(node, pace=old.pace, tally=old.tally, ms=old.ms)
+        node = replace(node, pace=old.pace, ms=old.ms, **membership.tally(old))
     turn.set_node(node)
     turn.set(selftest=turn.state.selftest or hello.selftest)
     answers.greet(turn, peer)

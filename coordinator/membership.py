@@ -51,15 +51,6 @@ class Lease(msgspec.Struct, frozen=True):
     began: float | None = None  # when a lane was free for it; None while it waits
 
 
-class Tally(msgspec.Struct, frozen=True):
-    """What became of a node's work, counted since this process started."""
-
-    accepted: int = 0
-    late: int = 0
-    refused: int = 0
-    failed: int = 0
-
-
 class Node(msgspec.Struct):
     """One key of the pool, as far as this process has seen it.
 
@@ -83,8 +74,19 @@ class Node(msgspec.Struct):
     paused: str = ""  # why it takes no work; it has left, and is connected
     astray: int | None = None  # entries its ledger shares with the chain before leaving it; None: all
     quarantined: str = ""  # why it gets no units, by the audits
-    tally: Tally = Tally()
+    accepted: int = 0  # what became of its work, counted since this process started
+    late: int = 0
+    refused: int = 0
+    failed: int = 0
     why: str = ""  # the last decision about its work
+
+
+TALLY = ("accepted", "late", "refused", "failed")
+
+
+def tally(node: Node) -> dict[str, int]:
+    """What became of its work."""
+    return {what: getattr(node, what) for what in TALLY}
 
 
 class Verdict(msgspec.Struct, frozen=True):

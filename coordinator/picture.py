@@ -165,7 +165,7 @@ def _node(state: State, node: Node) -> dict[str, Any]:
         "faults": fault.count if fault else 0,
         "fault": fault.reason if fault else "",
         "silent": _seconds(state.now - node.heard),
-        **asdict(node.tally),
+        **membership.tally(node),
     }
 
 

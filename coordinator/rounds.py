@@ -117,12 +117,15 @@ def lease(round: Round, unit: Unit, change: int) -> Round:
     cells = round.cells(unit)
     if cells is None:
         return round
-    free, leases = cells.free, list(cells.leases)
+    free, leases = cells.free, cells.leases
+    if change == 1 and free == unit.last - unit.first + 1 == len(leases):  # a whole fresh member, as usual
+        return put(round, unit, replace(cells, leases=(1,) * free, free=0))
+    counts = list(leases)
     for k in range(unit.first, unit.last + 1):
-        held = leases[k] = leases[k] + change
+        held = counts[k] = counts[k] + change
         if held == max(change, 0) and cells.sums[k] is None and not cells.void:
             free -= change
-    return put(round, unit, replace(cells, leases=tuple(leases), free=free))
+    return put(round, unit, replace(cells, leases=tuple(counts), free=free))
 
 
 def fill(round: Round, evaluator: int, result: Result, released: int = 0) -> Round:
@@ -130,9 +133,25 @@ def fill(round: Round, evaluator: int, result: Result, released: int = 0) -> Rou
 
     `released`: leases on exactly these chunks that end with it.
     """
-    cells = round.cells(result.unit) if result.unit.round == round.number else None
-    if cells is None or len(result.sums) != result.unit.last - result.unit.first + 1:
+    unit = result.unit
+    cells = round.cells(unit) if unit.round == round.number else None
+    if cells is None or len(result.sums) != unit.last - unit.first + 1:
         return round
+    sums: tuple[float | None, ...] = result.sums
+    if cells.sums.count(None) == len(sums) == len(cells.sums):  # a whole member at once, as usual
+        by, free, new = (evaluator,) * len(sums), 0, True
+        leases = tuple([count - released for count in cells.leases]) if released else cells.leases
+    else:
+        sums, by, leases, free, new = _mixed(cells, evaluator, result, released)
+    correct = cells.correct + result.correct if new else cells.correct
+    filled = Cells(sums, by, leases, free, correct, cells.failures, cells.reason, cells.void)
+    return put(round, unit, filled)
+
+
+def _mixed(
+    cells: Cells, evaluator: int, result: Result, released: int
+) -> tuple[tuple[float | None, ...], tuple[int, ...], tuple[int, ...], int, bool]:
+    """Sums, evaluators, leases, free chunks after a result of some chunks, and whether any was missing."""
     sums, by, leases, free = list(cells.sums), list(cells.evaluators), list(cells.leases), cells.free
     new = False
     for k, value in enumerate(result.sums, result.unit.first):
@@ -140,11 +159,7 @@ def fill(round: Round, evaluator: int, result: Result, released: int = 0) -> Rou
             sums[k], by[k], new = value, evaluator, True
             free -= not leases[k] and not cells.void
         leases[k] -= released
-    correct = cells.correct + result.correct if new else cells.correct
-    filled = Cells(
-        tuple(sums), tuple(by), tuple(leases), free, correct, cells.failures, cells.reason, cells.void
-    )
-    return put(round, result.unit, filled)
+    return tuple(sums), tuple(by), tuple(leases), free, new
 
 
 def drop(round: Round, evaluator: int) -> Round:

@@ -58,7 +58,8 @@ def on_result(turn: Turn, peer: bytes, result: Result) -> None:
         return _accept(turn, peer, result)
     held = turn.take(peer, result.unit)
     turn.send(peer, Ack(result.unit, verdict.kind + f": {verdict.reason}" * (verdict.kind == "refused")))
-    _tally(turn, peer, verdict.kind)
+    if verdict.kind in ("late", "refused"):
+        _tally(turn, peer, verdict.kind)
     if verdict.kind == "refused":
         turn.count("refused results", f"{node.name}: {verdict.reason}")
         turn.note(
@@ -103,7 +104,7 @@ def _accept(turn: Turn, peer: bytes, result: Result) -> None:
     if held is not None:
         node.leases = membership.placed(node.hello.lanes, kept, turn.now)
     node.applied, node.stalled = number, None
-    node.tally = replace(node.tally, accepted=node.tally.accepted + 1)
+    node.accepted += 1
     turn.send(peer, Ack(unit, "ok"))
     auditing.on_result(turn, peer, result)
     cells = turn.round.cells(unit)
@@ -235,10 +236,11 @@ def _assign_one(turn: Turn, key: bytes) -> None:
     """`assign` for a node by itself, as after nearly every result."""
     if not _may_work(turn, key):
         return
-    depth = membership.depth(turn.nodes[key])
-    while len(turn.nodes[key].leases) < depth and _give_next(turn, key):
+    node = turn.own(key)
+    depth = membership.depth(node)
+    while len(node.leases) < depth and _give_next(turn, key):
         pass
-    if len(turn.nodes[key].leases) < turn.nodes[key].hello.lanes:
+    if len(node.leases) < node.hello.lanes:
         _help_out(turn, [key])
 
 
@@ -376,7 +378,5 @@ def _confirmed(turn: Turn, peer: bytes, lease: Lease, progress: int | None) -> L
 
 
 def _tally(turn: Turn, peer: bytes, what: str) -> None:
-    node = turn.nodes[peer]
-    tally = node.tally
-    if what in ("accepted", "late", "refused", "failed"):
-        turn.set_node(replace(node, tally=replace(tally, **{what: getattr(tally, what) + 1})))
+    node = turn.own(peer)
+    setattr(node, what, getattr(node, what) + 1)

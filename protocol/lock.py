@@ -48,6 +48,9 @@ class Kind(IntEnum):
     PROBE = 1
 
 
+_PROBE = int(Kind.PROBE)  # a member of an enum takes a while to be looked up
+
+
 class LockError(UserError):
     """Bytes that are no lock of this version, or fields that contradict each other; the field is named."""
 
@@ -168,7 +171,7 @@ class Lock:
 
     def chunks_of(self, kind: int) -> tuple[tuple[int, int], ...]:
         """The chunks a unit of this kind counts in."""
-        return self.heldout_chunks if kind == Kind.PROBE else self.chunks
+        return self.heldout_chunks if kind == _PROBE else self.chunks
 
     def chunk_count(self, kind: int) -> int:
         """How many chunks a whole member or probe has."""
