@@ -65,9 +65,9 @@ class Holders:
             return SUPERSEDED
         if old is not None and old != route:
             swaps = [at for at in self._swaps.get(peer, []) if now - at < SWAP_SECONDS]
-            words = (
-                TWO_MACHINES.format(self.place(peer), place, MAX_SWAPS) if len(swaps) + 1 >= MAX_SWAPS else ""
-            )
+            words = ""
+            if len(swaps) + 1 >= MAX_SWAPS:
+                words = TWO_MACHINES.format(self.place(peer), place, MAX_SWAPS)
             if self._tell(old, Refuse(words) if words else Bye(SUPERSEDED)):
                 swaps.append(now)
                 if words:
