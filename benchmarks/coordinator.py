@@ -243,7 +243,7 @@ def measure(folder: Path, nodes: int, members: int, rounds: int, cores: list[int
         server = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=log)
     try:
         os.sched_setaffinity(server.pid, {cores[0]})
-        os.sched_setaffinity(0, {cores[1]})
+        os.sched_setaffinity(0, {cores[:2][-1]})
         address = wait_for(lambda: _address(folder), 20)
         for thread in _threads(server.pid):
             if len(cores) > 2 and _is_libzmq(thread):

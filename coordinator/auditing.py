@@ -47,8 +47,7 @@ def on_result(turn: Turn, peer: bytes, result: Result) -> None:
     if _chosen(turn, result.unit, share) and len(turn.alive) > 1:
         audits.begin(Case(result.unit.round, half))
         turn.count("audits begun")
-    if turn.audits.idle:
-        give_out(turn, None if len(turn.nodes) <= SMALL_POOL else [peer])
+    give_out(turn, None if len(turn.nodes) <= SMALL_POOL else [peer])
 
 
 def _half(turn: Turn, peer: bytes, result: Result) -> Half:

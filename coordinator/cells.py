@@ -32,7 +32,7 @@ class Cells(msgspec.Struct, frozen=True):
     @property
     def settled(self) -> bool:
         """Nothing more is expected of it."""
-        return bool(self.void) or None not in self.sums
+        return bool(self.void) or self.complete
 
 
 class Round(msgspec.Struct):

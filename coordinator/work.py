@@ -58,9 +58,8 @@ def on_result(turn: Turn, peer: bytes, result: Result) -> None:
         return _accept(turn, peer, result)
     held = turn.take(peer, result.unit)
     turn.send(peer, Ack(result.unit, verdict.kind + f": {verdict.reason}" * (verdict.kind == "refused")))
-    if verdict.kind in ("late", "refused"):
-        _tally(turn, peer, verdict.kind)
     if verdict.kind == "refused":
+        _tally(turn, peer, "refused")
         turn.count("refused results", f"{node.name}: {verdict.reason}")
         turn.note(
             "refused",
@@ -73,6 +72,7 @@ def on_result(turn: Turn, peer: bytes, result: Result) -> None:
             _count_failure(turn, peer, result.unit, verdict.reason)
             close(turn)
     elif verdict.kind == "late":
+        _tally(turn, peer, "late")
         turn.count("late")
     assign(turn, [peer])
 
