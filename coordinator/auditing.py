@@ -28,6 +28,7 @@ from coordinator.turn import Turn
 from protocol.lock import Lock
 from protocol.messages import Ack, Evidence, EvidenceAsk, Message, Result, Unit
 
+COMING = (membership.NEW, membership.BEHIND)  # standings that end by themselves, and soon
 SMALL_POOL = 16  # nodes up to which every result may look at all of them for a second node
 LONGEST_WAIT = 60.0  # seconds a complete round waits at most for a second result
 ASK_AGAIN = 3.0  # seconds between requests for scores that have not come
@@ -93,9 +94,14 @@ def wanted(turn: Turn, key: bytes, unit: Unit) -> bool:
 
 
 def holds(turn: Turn) -> bool:
-    """Whether a round that could be committed waits for a second result. Never for ever."""
+    """Whether a round that could be committed waits for a second result. Never for ever, nor for nobody."""
+    open_cases = turn.audits.unanswered(turn.round.number)
+    hopeless = [case for case in open_cases if not _answerable(turn, case)]
+    if hopeless:
+        turn.count("audits that nobody else could do", times=len(hopeless))
+        turn.own_audits().end(hopeless)
+        open_cases = turn.audits.unanswered(turn.round.number)
     audits = turn.audits
-    open_cases = audits.unanswered(turn.round.number)
     if not open_cases:
         return False
     if audits.until is None:
@@ -108,6 +114,29 @@ def holds(turn: Turn) -> bool:
     turn.count("audits that ran out of time", times=len(open_cases))
     turn.own_audits().end(open_cases)
     return False
+
+
+def _answerable(turn: Turn, case: Case) -> bool:
+    """Whether anybody but the first is there who may measure the unit, now or soon."""
+    hurdles = (
+        membership.hindrance(node, case.round, turn.now)
+        for key, node in turn.nodes.items()
+        if key != case.first.key
+    )
+    return any(hurdle is None or hurdle[0] in COMING for hurdle in hurdles)
+
+
+def _free_again(turn: Turn) -> None:
+    """Audits whose second node is silent, or holds the unit no more, are without one again."""
+    for case in turn.audits.unanswered(turn.round.number):
+        key, unit = case.auditor, case.first.unit
+        node = turn.nodes.get(key)
+        if node is not None and any(lease.unit == unit for lease in node.leases):
+            if turn.now - node.heard <= membership.SUSPECT_AFTER:
+                continue
+            turn.take(key, unit, tell=True)
+        if key:
+            _put(turn, replace(case, auditor=b""))
 
 
 def _put(turn: Turn, new: Case) -> Case:
@@ -200,6 +229,7 @@ def on_tick(turn: Turn) -> None:
             _ask(turn, case)
         else:
             _finish(turn, case)
+    _free_again(turn)
     give_out(turn)
 
 

@@ -49,9 +49,13 @@ class Case(msgspec.Struct, frozen=True):
     number: int = -1  # among the audits; given by `Audits.begin`
 
     @property
+    def pair(self) -> tuple[Half, ...]:
+        """The first result and, once it is there, the second."""
+        return (self.first,) if self.second is None else (self.first, self.second)
+
+    @property
     def halves(self) -> tuple[Half, ...]:
-        second = () if self.second is None else (self.second,)
-        return (self.first, *second, *self.mine, *self.theirs)
+        return (*self.pair, *self.mine, *self.theirs)
 
     @property
     def keys(self) -> set[bytes]:
@@ -134,8 +138,8 @@ class Audits(msgspec.Struct):
             self.idle = _listed(self.idle, case.number, False)
 
     def forget(self, key: bytes) -> None:
-        """Drop what rests on anything that this node measured."""
-        self.end([case for case in self.about(key) if key in (case.first.key, case.auditor)])
+        """Drop what rests on anything that this node measured; what it was to measure, it still may."""
+        self.end([case for case in self.about(key) if key in {half.key for half in case.pair}])
         for case in self.about(key):
             self.put(replace(case, mine=_others(case.mine, key), theirs=_others(case.theirs, key)))
         for half in self.own.pop(key, ()):

@@ -12,10 +12,10 @@ from coordinator import audit, machine
 from coordinator.audit import Sums
 from coordinator.cases import Audits, Case, Half
 from coordinator.membership import QUARANTINED, standing
-from protocol.messages import Evidence, Kind, Unit
+from protocol.messages import Evidence, Kind, Release, Unit
 from protocol.shaping import coefficients
-from tests.desk import Desk, key_of
-from tests.pool import LIARS, Pool
+from tests.desk import Desk, hello, key_of
+from tests.pool import LIARS, SECRET, Pool
 
 # ---------------------------------------------------------------- as they run
 
@@ -81,6 +81,61 @@ def test_a_round_does_not_wait_for_ever_for_a_second_result() -> None:
     assert desk.state.chain.round == 1 and desk.state.counters["audits that ran out of time"] >= 1
 
 
+def audited_desk(*names: str) -> Desk:
+    """Nodes with a member each; "b" measures that of "a" a second time."""
+    desk = Desk(ops={"audit_share": 1.0}, secret=SECRET, members=len(names), chunk=4, repeatable=False)
+    desk.join(*names)
+    unit = desk.assigned("a")[0]
+    desk.result("a", unit)
+    assert unit in desk.assigned("b") and auditors(desk) == {"b"}
+    return desk
+
+
+def auditors(desk: Desk) -> set[str]:
+    """Who is to measure something a second time; "" for nobody yet."""
+    return {desk.allowed.get(case.auditor, "") for case in desk.state.audits.cases if not case.second}
+
+
+def silence(desk: Desk, *others: str) -> None:
+    """All but these say nothing until they are suspect."""
+    for _ in range(7):
+        for name in others:
+            desk.beat(name, *((unit, 1) for unit in desk.assigned(name)))
+        desk.tick(1.0)
+
+
+def test_no_round_waits_for_an_audit_that_nobody_is_there_to_do() -> None:
+    """Two nodes, one is killed: both of its units are the other's, and nothing is waited for."""
+    desk = audited_desk("a", "b")
+    silence(desk, "a")
+    assert auditors(desk) == {""} and [unit.member for unit in desk.assigned("a")] == [1]
+    desk.work("a")
+    assert desk.state.chain.round == 1
+    assert desk.state.counters["audits that nobody else could do"] == 2
+
+
+def test_an_audit_goes_to_another_node_when_the_second_one_falls_silent() -> None:
+    desk = audited_desk("a", "b", "c")
+    desk.work("c")
+    silence(desk, "a", "c")
+    assert any(unit.member == 0 for unit in desk.assigned("c")), "a third node measures it"
+    desk.result("b", Unit(0, Kind.MEMBER, 0, 0, desk.lock.chunk_count(Kind.MEMBER) - 1))
+    assert "audits" not in desk.state.counters, "a late second result is not one any more"
+
+
+@pytest.mark.parametrize("way", ["released", "said Hello anew"])
+def test_an_audit_goes_to_another_node_when_the_second_one_gives_it_back(way: str) -> None:
+    desk = audited_desk("a", "b", "c")
+    case = next(case for case in desk.state.audits.cases if desk.allowed.get(case.auditor) == "b")
+    if way == "released":
+        desk.say("b", Release("SIGTERM"))
+    else:
+        desk.say("b", hello(desk.lock))  # a new process: it holds nothing
+    desk.tick()
+    auditor = desk.allowed[desk.state.audits.by_number[case.number].auditor]
+    assert auditor != "a" and case.first.unit in desk.assigned(auditor)
+
+
 def test_evidence_that_does_not_fit_its_hash_is_quarantine_at_once() -> None:
     pool = Pool(5, 4, share=1.0, members=8)
     pool.forge.add("b")
@@ -116,7 +171,7 @@ def test_a_restarted_node_that_has_lost_its_evidence_is_no_liar() -> None:
         pool._measure(name, desk.assigned(name)[0])
     pool.kept = {held: scores for held, scores in pool.kept.items() if held[0] != "a"}
     pool.join("a")
-    assert not any(key in (case.first.key, case.auditor) for case in desk.state.audits.cases)
+    assert not any(key in {half.key for half in case.pair} for case in desk.state.audits.cases)
     pool.rounds(3)
     assert desk.state.chain.round == 3 and not pool.quarantined
 
