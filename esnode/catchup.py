@@ -17,6 +17,7 @@ from esnode.snapshotevents import (
     FetchFailed,
     Fetching,
     FetchSnapshot,
+    Moved,
     PeerPoisoned,
     PeerReached,
     Save,
@@ -275,6 +276,12 @@ def _on_poisoned(turn: Turn, event: PeerPoisoned) -> None:
     turn.send(PeerFault(event.key, event.root, event.part, event.reason))
 
 
+def _on_moved(turn: Turn, event: Moved) -> None:
+    turn.set(about=replace(turn.state.about, addresses=event.addresses))
+    if turn.state.joined:
+        turn.send(Reach(event.addresses))
+
+
 HANDLERS: dict[type[Message], Callable[[Turn, Any], None]] = {
     Snapshots: _on_snapshots,
     Donors: _on_donors,
@@ -287,4 +294,5 @@ ON_EVENT: dict[type[Event], Callable[[Turn, Any], None]] = {
     FetchFailed: _on_fetch_failed,
     PeerReached: _on_reached,
     PeerPoisoned: _on_poisoned,
+    Moved: _on_moved,
 }

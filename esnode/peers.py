@@ -33,6 +33,7 @@ from esnode.snapshotevents import (
     FetchFailed,
     Fetching,
     FetchSnapshot,
+    Moved,
     PeerPoisoned,
     PeerReached,
     StopFetch,
@@ -42,10 +43,12 @@ from protocol.peers import MOST_ADDRESSES
 
 START_SECONDS = 10.0  # until the donor has said where it listens
 AGAIN_SECONDS = 10.0  # before a donor that died is started again
+MOVE_SECONDS = 10.0  # between looks whether this machine has other addresses now
 LINE_BYTES = 1 << 16
 EVERYWHERE = ("[::]", "*")  # both families, or IPv4 alone where there is no other
 # glibc would map and unmap memory for every slice, at the price of a page fault every 4 KB of it
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 25), "MALLOC_TRIM_THRESHOLD_": str(1 << 26)}
+Place = tuple[int, Any]  # an address family and an address as sockets take it
 
 
 class Child:
@@ -109,12 +112,17 @@ class Peers:
         self._rate = rate
         self._room = limits
         self._bind = ""
+        self._places: list[Place] = []  # by which this machine's addresses are found; none: it has one
+        self._dial: tuple[str, ...] = ()
+        self._look = 0.0
         self._donor: Child | None = None
         self._again = 0.0
         self._receiver: Child | None = None
         self._fetching: FetchSnapshot | None = None
         self._relay = ""
-        self._gleaner = Gleaner(keys.read_curve(folder / "curve.key"))
+        own = keys.read_curve(folder / "curve.key")
+        self._key = keys.curve_public(own).hex()
+        self._gleaner = Gleaner(own)
 
     @property
     def pids(self) -> list[int]:
@@ -140,11 +148,35 @@ class Peers:
             if address:
                 break
         else:
-            return ()
+            return self._publish(())
         bound = zmtp.host_and_port(address)[1]
         self._bind = f"tcp://{host}:{bound}"
-        hosts = [host] if host == "127.0.0.1" else local_hosts(coordinator)
-        return tuple(f"tcp://{name}:{bound}" for name in hosts)[:MOST_ADDRESSES]
+        self._places = [] if host == "127.0.0.1" else places(coordinator)
+        return self._publish([host] if host == "127.0.0.1" else local_hosts(self._places))
+
+    def _publish(self, hosts: Sequence[str]) -> tuple[str, ...]:
+        """The addresses others may dial from now on; also in a file, as --recover-from takes them."""
+        self._dial = self._as_addresses(hosts)
+        lines = [f"{address}/{self._key}\n" for address in self._dial]
+        self._log.info("peers may dial %s", ", ".join(self._dial) or "nowhere")
+        try:
+            write_file(self._folder / PEER_FILE, "".join(lines).encode())
+        except OSError as error:  # a full disk: the addresses are in the log too
+            self._log.warning("%s is not written: %s", self._folder / PEER_FILE, error.strerror)
+        return self._dial
+
+    def _as_addresses(self, hosts: Sequence[str]) -> tuple[str, ...]:
+        return tuple(f"tcp://{host}:{self.port}" for host in hosts)[:MOST_ADDRESSES]
+
+    def _moved(self, now: float) -> list[Event]:
+        """Other addresses than before: the machine is in another network, or its lease ran out."""
+        if not self._places or now < self._look:
+            return []
+        self._look = now + MOVE_SECONDS
+        hosts = local_hosts(self._places)
+        if not hosts or self._as_addresses(hosts) == self._dial:  # none: no network for now
+            return []
+        return [Moved(now, self._publish(hosts))]
 
     def _start_donor(self) -> str:
         self._stop_donor()
@@ -229,7 +261,7 @@ class Peers:
         elif self._bind and now > self._again:
             self._again = now + AGAIN_SECONDS
             self._start_donor()
-        return [*self._gleaner.events(now), *self._transferred(now)]
+        return [*self._gleaner.events(now), *self._transferred(now), *self._moved(now)]
 
     def _transferred(self, now: float) -> list[Event]:
         if self._receiver is None:
@@ -280,24 +312,22 @@ def open_peers(
     peers = Peers(options.folder, log, nodeoptions.pinned_key(options.run), mbit * MBIT, limits)
     if options.peer_port is None and joined.read(options.run) is None:
         return peers, ()
-    addresses = peers.serve(coordinator, options.peer_port or 0)
-    key = keys.curve_public(nodeoptions.own_key(options.folder))
-    lines = [f"{address}/{key.hex()}\n" for address in addresses]
-    write_file(options.folder / PEER_FILE, "".join(lines).encode())
-    log.info("peers may dial %s", ", ".join(addresses) or "nowhere")
-    return peers, addresses
+    return peers, peers.serve(coordinator, options.peer_port or 0)
 
 
-def local_hosts(coordinator: str) -> list[str]:
+def places(coordinator: str) -> list[Place]:
+    """Where the coordinator is and what this machine calls itself, as sockets take it."""
+    found: list[Place] = []
+    for host in (zmtp.host_and_port(coordinator)[0].strip("[]"), socket.gethostname()):
+        with contextlib.suppress(OSError):
+            known = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+            found += [(family, place) for family, _, _, _, place in known]
+    return found
+
+
+def local_hosts(places: Sequence[Place]) -> list[str]:
     """Addresses of this machine that others may reach: the one that leads to the coordinator first."""
-    found: dict[str, None] = {}
-    host = zmtp.host_and_port(coordinator)[0].strip("[]")
-    with contextlib.suppress(OSError):
-        for family, _, _, _, place in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
-            found.update(dict.fromkeys(_own(family, place)))
-    with contextlib.suppress(OSError):
-        for family, _, _, _, place in socket.getaddrinfo(socket.gethostname(), 9, type=socket.SOCK_DGRAM):
-            found.update(dict.fromkeys(_own(family, place)))
+    found = dict.fromkeys(name for family, place in places for name in _own(family, place))
     return [name for name in found if not name.startswith("127.") and name != "[::1]"]
 
 

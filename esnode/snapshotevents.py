@@ -90,7 +90,17 @@ class PeerEntries:
     raws: tuple[bytes, ...]
 
 
-PeerEvent: TypeAlias = Saved | Fetching | Fetched | FetchFailed | PeerReached | PeerPoisoned | PeerEntries
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Peers may dial this node at other addresses than before."""
+
+    now: float
+    addresses: tuple[str, ...]
+
+
+PeerEvent: TypeAlias = (
+    Saved | Fetching | Fetched | FetchFailed | PeerReached | PeerPoisoned | PeerEntries | Moved
+)
 
 # ---------------------------------------------------------------- effects
 

@@ -124,6 +124,12 @@ class Net:
         """Packets of a node vanish; it gets those of others."""
         self.within(name, "iptables", "-I" if mute else "-D", "OUTPUT", "!", "-o", "lo", "-j", "DROP")
 
+    def move(self, name: str) -> None:
+        """Another IPv4 address for a node; connections from the old one get nowhere from now on."""
+        number = self._nodes.index(name) + 1
+        self.within(name, "ip", "addr", "del", f"10.77.{number}.2/24", "dev", "uplink")
+        self.within(name, "ip", "addr", "add", f"10.77.{number}.3/24", "dev", "uplink")
+
     def hosts(self, name: str, lines: str) -> None:
         """What names mean in a namespace, as in /etc/hosts."""
         folder = NAMES / self.space(name)

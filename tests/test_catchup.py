@@ -14,6 +14,7 @@ from esnode.snapshotevents import (
     FetchFailed,
     Fetching,
     FetchSnapshot,
+    Moved,
     PeerPoisoned,
     PeerReached,
     Save,
@@ -254,6 +255,15 @@ def test_what_lies_here_is_told_at_every_welcome_and_until_it_is_announced() -> 
     assert late_beats(late)[Reach] == 1
     late.hear(Snapshots(10, 0))
     assert late_beats(late)[Reach] == 0, "answered"
+
+
+def test_a_node_that_has_moved_says_so_at_once_and_at_every_welcome() -> None:
+    late = Late(long_ledger(95))
+    late.welcome(long_ledger(95), term=1)
+    late.step(Moved(late.now, ("tcp://10.0.0.9:4100",)))
+    assert late.heard(Reach)[-1] == Reach(("tcp://10.0.0.9:4100",))
+    late.welcome(long_ledger(95), term=1)
+    assert late.sent(Reach) == [Reach(("tcp://10.0.0.9:4100",))]
 
 
 def late_beats(late: Late) -> dict[type, int]:

@@ -99,6 +99,21 @@ def test_a_node_that_is_not_heard_for_a_while_is_back(site: Site) -> None:
     check(site)
 
 
+def test_a_node_that_gets_another_address_works_on_and_tells_peers(site: Site) -> None:
+    make_folder(site.folder, rounds=10**6, task_options={"seconds": 0.1})
+    site.serve()
+    for name in ("n1", "n2"):
+        site.join(name, "", "--peer-port", "0")
+    wait_for(lambda: {site.node_state(name).get("state") for name in ("n1", "n2")} == {"ready"}, START)
+    site.net.move("n1")
+    wait_for(lambda: "peers may dial tcp://10.77.1.3:" in site.words("n1"), START)
+    wait_for(lambda: site.words("n1").count("connected to") == 2, START)
+    wait_for(lambda: site.node_state("n1")["state"] == "ready" and site.node_state("n1")["units"])
+    site.end_after(2)
+    site.wait_end(30)
+    check(site)
+
+
 def test_an_isolated_coordinator_waits_and_goes_on(site: Site) -> None:
     make_folder(site.folder, rounds=40, task_options={"seconds": 0.1})
     site.serve()

@@ -17,9 +17,12 @@ from zmq.utils import z85
 from coordinator import relay
 from coordinator.relayrules import SMALL_AT_ONCE, Accounts
 from esnode import duty, joined, lines, snapshot
+from esnode import peers as own_peers
 from esnode.folder import write_file
-from esnode.peers import AGAIN_SECONDS, Peers
+from esnode.peers import AGAIN_SECONDS, MOVE_SECONDS, Peers
 from esnode.room import Room
+from esnode.salvage import PEER_FILE
+from esnode.snapshotevents import Moved
 from protocol import envelope, keys, wire, zmtp
 from protocol.entries import RosterBody, parse, seal
 from protocol.keys import curve_public
@@ -193,6 +196,32 @@ def test_the_daemon_opens_the_socket_for_both_families_and_starts_a_killed_donor
     finally:
         peers.close()
     assert not answers(f"tcp://127.0.0.1:{port}")
+
+
+def test_a_machine_that_moves_tells_its_new_addresses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No network for a while is no news; another address is, once."""
+    exchange = Exchange(tmp_path)
+    hosts = ["10.0.0.7"]
+    monkeypatch.setattr(own_peers, "local_hosts", lambda _places: hosts)
+    peers = Peers(exchange.node("a"), logging.getLogger("a"), curve_public(exchange.server), 0.0, Room())
+    now = time.monotonic()
+    try:
+        assert peers.serve("tcp://192.0.2.1:5555", 0) == (f"tcp://10.0.0.7:{peers.port}",)
+        for found in (["10.0.0.7"], []):
+            hosts[:] = found
+            now += MOVE_SECONDS + 1
+            assert peers.events(now) == []
+        hosts[:] = ["10.0.9.9", "[fd00::9]"]
+        (moved,) = peers.events(now + MOVE_SECONDS + 1)
+        assert isinstance(moved, Moved)
+        assert moved.addresses == (f"tcp://10.0.9.9:{peers.port}", f"tcp://[fd00::9]:{peers.port}")
+        assert peers.events(now + 2 * MOVE_SECONDS + 2) == []
+        lines = (exchange.node("a") / PEER_FILE).read_text().split()
+        assert lines == [f"{address}/{exchange.keys['a'].hex()}" for address in moved.addresses]
+    finally:
+        peers.close()
 
 
 def answers(address: str) -> bool:
