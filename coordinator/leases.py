@@ -2,8 +2,9 @@
 
 Pure. Both decisions return what to do and why. Members go out whole while there are enough of them; when
 nodes outnumber members each takes the same chunks of every one. Where the plan makes results independent of
-batching (`repeatable`) the tail is split by chunk too, by speed; otherwise a member stays one unit, so that a
-resumed run finds the same rewards. A probe moves no weights: it goes out in even shares. Called by `work.py`.
+batching (`repeatable`) the tail is split by chunk too, by speed, and idle nodes share what comes in last;
+otherwise a member stays one unit, so that a resumed run finds the same rewards. A probe moves no weights: it
+goes out in even shares. Called by `work.py`.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from msgspec.structs import replace
 
 from coordinator import membership
 from coordinator.cells import MEMBER
-from coordinator.membership import SUSPECT_AFTER, Lease, Node, median_pace
+from coordinator.membership import SUSPECT_AFTER, TELLING, Lease, Node, median_pace
 from coordinator.rounds import NOBODY, Cells, Round
 from protocol.lock import Lock
 from protocol.messages import Kind, Unit
 
 WORTH = 0.1  # seconds that doing a unit twice must save at least
+MOST_HOLDERS = 3  # nodes that run the same chunk
 INCREDIBLE = 4.0  # one that takes so many times them is not believed to be nearly done
 OVERDUE = 1.5  # a unit that takes this many times its usual seconds may take as long again
 
@@ -182,17 +184,35 @@ class Outstanding(msgspec.Struct, frozen=True):
     waits: bool
 
 
+Ends = Mapping[tuple[int, int], tuple[tuple[int, int, float], ...]]  # by kind and member: chunks, seconds
+
+
 class Tail(msgspec.Struct, frozen=True):
     """Everything in work, the slowest first, and the pool's usual pace: what idle nodes choose from."""
 
     waiting: tuple[Outstanding, ...]
     running: tuple[Outstanding, ...]
     usual: float | None
+    ends: Ends
 
     def without(self, victim: bytes, unit: Unit) -> Tail:
         """What is left after a waiting unit has been taken back."""
         kept = tuple(row for row in self.waiting if (row.victim.key, row.lease.unit) != (victim, unit))
         return replace(self, waiting=kept)
+
+    def along(self, unit: Unit, idle: Node) -> Tail:
+        """The same, now that an idle node runs this unit as well."""
+        at, end = (unit.kind, unit.member), _pace(idle, self.usual) * _chunks(unit)
+        more = (*self.ends.get(at, ()), (unit.first, unit.last, end))
+        return replace(self, ends={**self.ends, at: more})
+
+    def soonest(self, unit: Unit) -> list[float]:
+        """Seconds until each chunk of the unit should be in, by whoever holds it; endless for nobody."""
+        held = self.ends.get((unit.kind, unit.member), ())
+        return [
+            min((end for first, last, end in held if first <= k <= last), default=math.inf)
+            for k in range(unit.first, unit.last + 1)
+        ]
 
 
 def tail(nodes: Iterable[Node], now: float) -> Tail:
@@ -201,8 +221,13 @@ def tail(nodes: Iterable[Node], now: float) -> Tail:
     usual = median_pace(everybody)
     rows = [row for node in everybody if node.leases for row in _work_of(node, usual, now)]
     rows.sort(key=lambda row: (-row.end, row.victim.number or 0))
+    ends: dict[tuple[int, int], tuple[tuple[int, int, float], ...]] = {}
+    for row in rows:
+        unit = row.lease.unit
+        at = (unit.kind, unit.member)
+        ends[at] = (*ends.get(at, ()), (unit.first, unit.last, row.end))
     waiting = tuple(row for row in rows if row.waits and not row.lease.progress)
-    return Tail(waiting, tuple(row for row in rows if not row.waits), usual)
+    return Tail(waiting, tuple(row for row in rows if not row.waits), usual, ends)
 
 
 def _work_of(node: Node, usual: float | None, now: float) -> Iterator[Outstanding]:
@@ -221,7 +246,7 @@ def _work_of(node: Node, usual: float | None, now: float) -> Iterator[Outstandin
 def rescue(round: Round, lock: Lock, tail: Tail, idle: Node) -> tuple[Rescue | None, str]:
     """What an idle node takes over when nothing is free: waiting units first, then the slowest running one.
 
-    It is taken only when that should end it sooner, by the seconds per chunk observed of both nodes.
+    It is taken only when that should end it sooner, by the seconds per chunk observed of all who hold it.
     """
     for row in tail.waiting:
         if _holds(idle, row.lease.unit) or not _useful(round, row.lease.unit, idle):
@@ -235,8 +260,8 @@ def rescue(round: Round, lock: Lock, tail: Tail, idle: Node) -> tuple[Rescue | N
             break
         if _holds(idle, row.lease.unit) or not _useful(round, row.lease.unit, idle):
             continue
-        unit = _missing(round, row.lease.unit)
-        if _single(round, unit) and row.end > _pace(idle, tail.usual) * _chunks(unit):
+        unit = _late_part(round, lock, tail, _missing(round, row.lease.unit), _pace(idle, tail.usual))
+        if unit is not None:
             more = f"seems to need {row.end:.0f} s more" if math.isfinite(row.end) else "is silent"
             return Rescue(unit), f"{row.victim.name} {more}"
     return None, "nothing would end sooner here"
@@ -263,7 +288,7 @@ def _left(node: Node, lease: Lease, usual: float | None, now: float) -> float:
     expected = _pace(node, usual) * _chunks(lease.unit)
     if known and elapsed > INCREDIBLE * expected:
         return elapsed  # whatever it says: an end that is always near keeps the round from closing
-    if lease.progress >= 100:
+    if lease.progress >= TELLING:
         return elapsed * (1000 - lease.progress) / lease.progress
     if not known:
         return 0.0
@@ -286,12 +311,29 @@ def _holds(node: Node, unit: Unit) -> bool:
     )
 
 
-def _single(round: Round, unit: Unit) -> bool:
-    """Whether only one node holds the unit's missing chunks."""
+def _late_part(round: Round, lock: Lock, tail: Tail, unit: Unit, pace: float) -> Unit | None:
+    """What of a running unit a node of this pace should run as well, to end it sooner; None for nothing.
+
+    Where members may be split: half of what comes in last, its end; the next idle node finds the rest.
+    """
     cells = round.cells(unit)
-    return cells is not None and all(
-        cells.leases[k] <= 1 for k in range(unit.first, unit.last + 1) if cells.sums[k] is None
-    )
+    assert cells is not None
+    n, split = _chunks(unit), lock.repeatable and unit.kind == MEMBER
+    rows = zip(tail.soonest(unit), cells.sums[unit.first :], cells.leases[unit.first :], strict=False)
+    ends = [end if value is None and held < MOST_HOLDERS else 0.0 for end, value, held in rows]
+    latest = max(ends)
+    if latest <= pace * (1 if split else n) + WORTH:
+        return None
+    if not split:
+        return unit
+    last = max(k for k in range(n) if ends[k] == latest)
+    first = last
+    while first and ends[first - 1] == latest:
+        first -= 1
+    width = (last - first) // 2 + 1
+    if math.isfinite(latest):
+        width = min(width, math.ceil(latest / pace) - 1)
+    return Unit(unit.round, unit.kind, unit.member, unit.first + last - width + 1, unit.first + last)
 
 
 def _missing(round: Round, unit: Unit) -> Unit:

@@ -21,6 +21,7 @@ LOST_AFTER = 15.0  # a lease ends
 RESEND_AFTER = 3.0  # an Assign the node's beats do not confirm is sent again
 STALL_FACTOR = 5.0  # a unit may stand still for this many usual units
 LONGEST_FACTOR = 4.0  # and take this many stall limits in all, whatever progress is told
+TELLING = 100  # per mille of a unit from which its progress tells how long the rest takes
 PACE_WEIGHT = 0.3  # of the newest unit in a node's average
 
 READY, SUSPECT, LOST, NEW, BEHIND, STALLED, LEFT, PAUSED, QUARANTINED = (
@@ -263,8 +264,23 @@ def pace_after(node: Node, unit: Unit, lease: Lease | None, now: float) -> float
         began = node.overdue[1]
     if began is None or unit.kind != MEMBER:
         return node.pace
-    seconds = (now - began) / (unit.last - unit.first + 1)
-    return seconds if node.pace is None else (1 - PACE_WEIGHT) * node.pace + PACE_WEIGHT * seconds
+    return _blended(node.pace, (now - began) / (unit.last - unit.first + 1))
+
+
+def pace_so_far(node: Node, lease: Lease) -> float | None:
+    """The node's pace after a unit that is taken back: from what it said of it, where that is enough.
+
+    A slow node whose units others end first would never be known to be slow.
+    """
+    began, unit = lease.began, lease.unit
+    if began is None or not lease.sent or unit.kind != MEMBER or lease.progress < TELLING:
+        return node.pace
+    done = lease.progress / 1000 * (unit.last - unit.first + 1)
+    return _blended(node.pace, (lease.moved - began) / done) if lease.moved > began else node.pace
+
+
+def _blended(pace: float | None, seconds: float) -> float:
+    return seconds if pace is None else (1 - PACE_WEIGHT) * pace + PACE_WEIGHT * seconds
 
 
 def median_pace(nodes: list[Node]) -> float | None:

@@ -285,6 +285,7 @@ class Turn:
         node.leases = placed(node.hello.lanes, kept, self.now)
         self.round = rounds.lease(self.draft(), unit, -1)
         if tell:
+            node.pace = membership.pace_so_far(node, held)
             self.send(key, Cancel(unit))
         return held
 

@@ -313,6 +313,7 @@ def _help_out(turn: Turn, idle: list[bytes]) -> None:
             _take_over(turn, key, found, reason)
             if found.victim is not None and found.old is not None:
                 tail = tail.without(found.victim, found.old)
+            tail = tail.along(found.unit, turn.nodes[key])
 
 
 def _take_over(turn: Turn, key: bytes, found: Rescue, reason: str) -> None:

@@ -318,27 +318,64 @@ def test_chunks_that_are_in_already_are_not_handed_on() -> None:
     assert found is not None and (found.unit, found.keep) == (member(1, 1, 1), None)
 
 
-def test_the_slowest_running_unit_is_doubled_once_and_only_if_that_helps() -> None:
-    lock, _, round = opened(members=4)
+def test_the_slowest_running_unit_is_run_again_and_only_if_that_helps() -> None:
+    """Whole, where members stay whole: the slowest first, then the next."""
+    lock, _, round = opened(members=4, repeatable=False)
     slow = node(lock, "slow", 0, member(0), pace=10.0)
     slower = node(lock, "slower", 1, member(1), pace=20.0)
     idle = node(lock, "idle", 2, pace=1.0)
     round = leased(filled(lock, round, 2, 3), slow, slower)
-    found, _ = leases.rescue(round, lock, leases.tail([slow, slower, idle], 1.0), idle)
-    assert found == leases.Rescue(member(1))
+    view = leases.tail([slow, slower, idle], 1.0)
+    assert leases.rescue(round, lock, view, idle)[0] == leases.Rescue(member(1))
     again = rounds.lease(round, member(1), 1)
-    found, _ = leases.rescue(again, lock, leases.tail([slow, slower, idle], 1.0), idle)
-    assert found == leases.Rescue(member(0))
+    view = view.along(member(1), idle)
+    other = node(lock, "other", 3, pace=1.0)
+    assert leases.rescue(again, lock, view, other)[0] == leases.Rescue(member(0))
     lazy = node(lock, "idle", 2, pace=50.0)
     assert leases.rescue(round, lock, leases.tail([slow, slower, lazy], 1.0), lazy)[0] is None
 
 
-def test_what_a_silent_node_holds_is_doubled_at_once() -> None:
+def test_idle_nodes_share_what_is_run_again_and_a_slow_helper_is_helped_too() -> None:
+    lock, _, round = opened(members=2)
+    slow = node(lock, "slow", 0, member(0), pace=20.0)
+    idle = [node(lock, "a", 1, pace=9.0), node(lock, "b", 2), node(lock, "c", 3)]
+    round = leased(filled(lock, round, 1), slow)
+    view, found = leases.tail([slow, *idle], 1.0), []
+    for helper in (*idle, idle[2]):
+        rescue, _ = leases.rescue(round, lock, view, helper)
+        assert rescue is not None and rescue.victim is None
+        round, view = rounds.lease(round, rescue.unit, 1), view.along(rescue.unit, helper)
+        found.append(rescue.unit)
+    assert found == [member(0, 2, 3), member(0, 1, 1), member(0, 0, 0), member(0, 3, 3)]
+    assert leases.rescue(round, lock, view, idle[1])[0] == leases.Rescue(member(0, 2, 2))
+
+
+def test_no_chunk_is_run_by_more_than_three_nodes() -> None:
+    lock, _, round = opened(members=2)
+    slow = node(lock, "slow", 0, member(0), pace=20.0)
+    idle = node(lock, "idle", 1, pace=1.0)
+    round = leased(filled(lock, round, 1), slow, slow, slow)
+    assert leases.rescue(round, lock, leases.tail([slow, idle], 1.0), idle)[0] is None
+
+
+def test_what_a_silent_node_holds_is_run_again_at_once() -> None:
     lock, _, round = opened(members=2)
     silent = node(lock, "silent", 0, member(0), pace=1.0)
     idle = replace(node(lock, "idle", 1, pace=5.0), heard=7.0)
     round = leased(filled(lock, round, 1), silent)
-    assert leases.rescue(round, lock, leases.tail([silent, idle], 7.0), idle)[0] == leases.Rescue(member(0))
+    found, reason = leases.rescue(round, lock, leases.tail([silent, idle], 7.0), idle)
+    assert found == leases.Rescue(member(0, 2, 3)) and reason == "silent is silent"
+
+
+def test_a_node_is_known_to_be_slow_by_a_unit_that_others_ended() -> None:
+    """From the progress it told, once that is enough; an older word on its pace counts too."""
+    lock, _, _ = opened(members=2)
+    holder = node(lock, "slow", 0, member(0), pace=None)
+    told = replace(holder.leases[0], began=0.0, moved=10.0, progress=500)
+    assert membership.pace_so_far(holder, told) == 5.0, "two of four chunks in 10 s"
+    assert membership.pace_so_far(replace(holder, pace=1.0), told) == pytest.approx(0.7 + 0.3 * 5.0)
+    for changes in ({"progress": 99}, {"began": None}, {"sent": False}, {"began": 10.0}):
+        assert membership.pace_so_far(holder, replace(told, **changes)) is None, changes
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_a_member_that_does_not_exist_is_refused() -> None:
 
 
 def test_a_late_result_is_acknowledged_counted_and_never_used() -> None:
-    desk = Desk(members=4)
+    desk = Desk(members=4, repeatable=False)
     desk.join("a", "b")
     late = desk.result_of(desk.assigned("b")[0], reward=0.9)
     desk.work("a")
