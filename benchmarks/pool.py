@@ -1,12 +1,13 @@
 """How much of a pool's speed reaches the run: real processes, and units that only take time.
 
-    python benchmarks/pool.py [--case equal|speeds|far] [--rounds 3] [--unit 5.0] [--json PATH]
+    python benchmarks/pool.py [--case NAME] [--rounds 3] [--unit 5.0] [--json PATH]
 
 Coordinator and nodes are the real processes over ZeroMQ with CURVE; a node's engine (`tests/toy_engine.py`)
 sleeps for its unit's time, so that machines without spare processors can be measured. A round has 30 members
 of 4 chunks; `--unit` is the seconds of a whole member on the slowest node, 5 unless said otherwise (with less
 the fixed costs weigh more). Cases: `equal`, four equal nodes; `speeds`, nodes of speed 1, 2, 4 and 8; `far`,
-four equal nodes behind a TCP relay that delays every byte by 0.1 s each way. The plan says `repeatable`, as
+four equal nodes behind a TCP relay that delays every byte by 0.1 s each way; `mixed`, three nodes each of
+speed 1, 2, 4 and 8; `straggler`, eleven nodes of speed 8 and one of speed 1. The plan says `repeatable`, as
 the engine's rewards do not depend on batches, so tails may be split.
 
 Keys of the JSON, per case: `efficiency`, the work of the rounds at the nodes' summed solo speed over the time
@@ -33,7 +34,13 @@ from tests.relay import Relay
 from tests.runs import Processes, make_folder, wait_for
 
 MEMBERS = 30
-CASES = {"equal": (1, 1, 1, 1), "speeds": (1, 2, 4, 8), "far": (1, 1, 1, 1)}
+CASES: dict[str, tuple[int, ...]] = {
+    "equal": (1, 1, 1, 1),
+    "speeds": (1, 2, 4, 8),
+    "far": (1, 1, 1, 1),
+    "mixed": (1, 2, 4, 8) * 3,
+    "straggler": (8,) * 11 + (1,),
+}
 DELAY = 0.1  # seconds each way in the case `far`
 
 
@@ -90,7 +97,7 @@ def measure(case: str, unit: float, rounds: int) -> dict[str, Any]:
 
 
 @click.command()
-@click.option("--case", "cases", type=click.Choice(list(CASES)), multiple=True, help="Default: all three.")
+@click.option("--case", "cases", type=click.Choice(list(CASES)), multiple=True, help="Default: all.")
 @click.option("--rounds", default=3, show_default=True)
 @click.option("--unit", default=5.0, show_default=True, help="Seconds of a member on the slowest node.")
 @click.option("--json", "path", type=click.Path(path_type=Path), help="Write the figures there.")
@@ -98,7 +105,7 @@ def main(cases: tuple[str, ...], rounds: int, unit: float, path: Path | None) ->
     """Measure how much of a pool's speed reaches the run."""
     found = {case: measure(case, unit, rounds) for case in cases or CASES}
     for case, figures in found.items():
-        print(f"{case:8} {figures['efficiency']:.1%} of ideal, per round {figures['per_round']}")
+        print(f"{case:9} {figures['efficiency']:.1%} of ideal, per round {figures['per_round']}")
     if path is not None:
         path.write_text(json.dumps(found, indent=1) + "\n")
 

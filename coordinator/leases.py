@@ -99,8 +99,9 @@ def _first_free(
 def _width(round: Round, lock: Lock, node: Node, pool: Pool) -> tuple[int, str]:
     """Chunks of a fresh unit and why: a whole member, or this lane's share of the rest where that is less.
 
-    The share is a lane's, by speed, so that nobody begins a long unit just before the others are done. Where
-    batches change answers a member is only split when there are more nodes than members.
+    The share is a lane's, by speed, so that nobody begins a long unit just before the others are done; half
+    of it for a unit that waits behind another, as nobody knows yet who will be idle first.
+    Where batches change answers a member is only split when there are more nodes than members.
     """
     whole = lock.chunk_count(MEMBER)
     columns = pool.columns if pool.round == round.number else {}
@@ -110,6 +111,8 @@ def _width(round: Round, lock: Lock, node: Node, pool: Pool) -> tuple[int, str]:
     elif not lock.repeatable:
         return whole, "a whole member"
     share = 1 / (node.pace * pool.speed) if node.pace and pool.speed else 1 / max(pool.lanes, 1)
+    if len(node.leases) >= node.hello.lanes:
+        share /= 2
     width = max(1, min(whole, math.ceil(round.free * share - 1e-9)))
     if width < whole:
         return width, f"its share by speed of what is left, chunks: {round.free}"

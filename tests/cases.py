@@ -132,7 +132,7 @@ def wrong_update() -> World:
 
 def two_successors() -> World:
     """Two people start a successor each: the one whom the recent workers answer begins, the other stops."""
-    world = World(seed=48, nodes=3, rounds=5, heirs=rulers.HEIRS)
+    world = World(seed=300, nodes=3, rounds=5, heirs=rulers.HEIRS)
     rulers.two_successors(world, 6.0, ("node-0", "node-1"), ("wait", "wait"), notices=30.0)
     world.run()
     return world
@@ -165,7 +165,7 @@ def old_coordinator_returns() -> World:
 
 def cloned_folder() -> World:
     """Two copies of one data folder sign the same term: found out, then recovered from one of the ledgers."""
-    world = World(seed=184, nodes=4, rounds=12, paces=(0.1,), heirs=rulers.HEIRS)
+    world = World(seed=335, nodes=4, rounds=12, paces=(0.1,), heirs=rulers.HEIRS)
     rulers.cloned_folder(world, 6.0, notices=25.0)
     world.crash("coordinator", at=6.1, down=0.5)
     world.run()
