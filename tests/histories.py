@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from coordinator.events import EntryAppended, Record, Recovery
 from coordinator.state import State
 from coordinator.terms import ERA
+from protocol.chain import Chain
 from protocol.entries import CommitBody, Entry, EntryKind, RosterBody, parse, public_key
+from protocol.terms import common, signed_twice
 from tests.tree import Tree
 
 LAST = 8  # commits whose evaluators a successor counts
@@ -89,7 +91,7 @@ class Histories:
         """Those who did more than half of the recent work have answered, nobody showed a stronger chain."""
         path = self.paths[name]
         for branch in after.lineage.branches.values():
-            if (branch.term, branch.height) > self._rank(path):
+            if (branch.term, branch.height) > self._rank(path) and not _chosen_against(after, branch):
                 return f"{name} begins at {self._rank(path)}, a node showed {(branch.term, branch.height)}"
         rows = [key for key in self.recent_workers(path) if key not in after.guests.revoked]
         shown = {*after.nodes, *after.lineage.branches}
@@ -115,3 +117,10 @@ class Histories:
         bodies = [entry.body for entry in entries if isinstance(entry.body, CommitBody)][-LAST:]
         evaluators = [member.evaluator for body in bodies for member in body.members]
         return [keys[number] for number in evaluators if number in keys]
+
+
+def _chosen_against(after: State, branch: Chain) -> bool:
+    """Whether one key signed two histories, and the ledger that the operator kept holds the other one."""
+    shared = common(after.chain, branch)
+    twice = any(signed_twice(after.chain, entry) for entry in branch.entries[shared:])
+    return twice and shared < after.lineage.given

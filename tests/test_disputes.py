@@ -18,7 +18,7 @@ RIGHT, WRONG, OTHER = 77, 78, 79
 
 def second_round(*names: str, **options: Any) -> Desk:
     """A desk whose first round is committed: D of the second state is open."""
-    desk = Desk(members=4, **options)
+    desk = Desk(members=4, repeatable=False, **options)
     desk.join(*names)
     while desk.state.chain.round == 0:
         name = next(n for n in names if desk.assigned(n))
